@@ -16,7 +16,8 @@ from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
 from dsv4.runner import load
-from dsv4.runner.experts import swapper
+from dsv4.runner.experts import place, swapper
+from dsv4.runner.experts.budget import ExpertBudget
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.experts.usage import ExpertProfile, ExpertUse, read_profile, write_profile
@@ -236,6 +237,36 @@ def test_a_step_copies_only_its_share(folder: Path, monkeypatch: pytest.MonkeyPa
     assert found._step_s == pytest.approx(1e-3)
     assert found.num_swaps == 2
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("card", "gbs"),
+    [
+        ("NVIDIA H200", 51), ("NVIDIA A100-SXM4-80GB", 25.5), ("NVIDIA GH200 480GB", 300),
+        ("NVIDIA GeForce RTX 4090", 25.5), ("NVIDIA GB200", 300), ("NVIDIA GB10", 273),
+        ("Tesla T4", 25.5),
+    ],
+)  # fmt: skip
+def test_copies_take_their_share_of_the_cards_own_bus(
+    card: str, gbs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long on a slow bus as on a fast one, so that a step gets at most 2 % longer on each."""
+    now, copied = 0.0, list[int]()
+    moved = SimpleNamespace(
+        counts=torch.zeros(2, 4, dtype=torch.int32), on_gpu=False, is_moving=True,
+        finish_swap=lambda: False, copy_some=copied.append,
+    )  # fmt: skip
+    monkeypatch.setattr(place, "Residency", lambda *_: moved)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: card)
+    monkeypatch.setattr(swapper.time, "perf_counter", lambda: now)
+    layout: Any = SimpleNamespace(nbytes=1 << 20)
+    budget = ExpertBudget(2, 4, layout.nbytes, 4, 1)
+    found = place.make_swapper(layout, budget, None, torch.device("cuda"))
+    found._arriving = SimpleNamespace(query=lambda: False)  # no counts
+    for _ in range(100):
+        now += 0.01
+        found.between_steps()
+    assert 0.017 < copied[-1] / (gbs * 1e9) / 0.01 < 0.02
 
 
 def test_counts_that_arrive_late_are_of_more_steps(folder: Path) -> None:

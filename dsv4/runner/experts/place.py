@@ -17,6 +17,7 @@ from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.experts.usage import ExpertProfile, ExpertUse, read_profile
+from dsv4.runner.ranks.cluster import PCIE5_GBS, host_gbs
 from dsv4.runner.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -84,4 +85,6 @@ def make_swapper(
     log.warning("%s", budget)  # logged at every start: it decides the speed
     check_host_memory(budget, free_host_memory())
     residency = Residency(layout, budget, use.first_residents(budget.slots), device)
-    return Swapper(residency, use, profile)
+    on_gpu = device.type == "cuda"
+    bus = host_gbs(torch.cuda.get_device_name(device)) if on_gpu else PCIE5_GBS
+    return Swapper(residency, use, profile, bus)

@@ -14,6 +14,7 @@ import torch
 from dsv4.runner.experts.budget import COPY_GBS
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.usage import ExpertProfile, ExpertUse, write_profile
+from dsv4.runner.ranks.cluster import PCIE5_GBS
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,12 @@ class Swapper:
         residency: Residency,
         use: ExpertUse,
         profile: ExpertProfile | None = None,
-        time_share: float = TIME_SHARE,
+        bus_gbs: float = PCIE5_GBS,
     ) -> None:
         self.residency, self.use, self.profile = residency, use, profile
         self.num_swaps = 0
-        self._time_share = time_share
+        self._time_share = TIME_SHARE
+        self._copy_bytes = COPY_GBS * 1e9 * bus_gbs / PCIE5_GBS  # in a second
         self._step_s, self._last = 1e-3, time.perf_counter()
         self._missing_s = 0.0  # of a step, in which missing experts are read
         self._steps = 0
@@ -81,14 +83,14 @@ class Swapper:
         if residency.is_moving:
             # counts are of past steps: a prompt among them may have missed more than this step can
             share = self._time_share / (1 + min(1.0, self._missing_s / self._step_s))
-            residency.copy_some(int(self._step_s * share * COPY_GBS * 1e9))
+            residency.copy_some(int(self._step_s * share * self._copy_bytes))
 
     def _read(self) -> None:
         self._arriving = None
         residency, experts = self.residency, self.residency.budget.num_experts
         new = self.use.read(self._counts[:, :experts].numpy())
         missing = int(new[~residency.settled].sum()) * residency.layout.nbytes / self._span
-        self._missing_s = missing / (COPY_GBS * 1e9)
+        self._missing_s = missing / self._copy_bytes
         self._planned = self.use.swaps(self.residency.settled, MOST_PLANNED)
 
     def save(self) -> None:

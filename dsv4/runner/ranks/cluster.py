@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from dsv4.errors import OptionError
 from dsv4.util.measured_gpu import MeasuredGpu, load_measured, measured_file
 
-# GB/s at which kernels read host memory: measured on an H200 machine, half of it assumed
-PCIE5_GBS, PCIE4_GBS = 51.0, 25.5
+# GB/s at which kernels read host memory: measured on an H200 machine, half of it assumed; of 450
+# published beside a Grace CPU two thirds, assumed
+PCIE5_GBS, PCIE4_GBS, C2C_GBS = 51.0, 25.5, 300.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,16 @@ def published_rates(name: str) -> GpuRates | None:
     words = name.lower().replace(" ", "-").replace("gb10", "spark")
     if "laptop" in words:
         return None  # slower than its namesake
-    return next((gpu for key, gpu in GPUS.items() if key in words), None)
+    found = next((gpu for key, gpu in GPUS.items() if key in words), None)
+    if found is not None and ("gh200" in words or "gb200" in words):
+        return replace(found, bus_gbs=C2C_GBS)
+    return found
+
+
+def host_gbs(name: str) -> float:
+    """Of host memory, by the name of a GPU's driver; of PCIe 4 if it is not known, as it may be."""
+    known = published_rates(name)
+    return (known.bus_gbs or known.read_gbs) if known else PCIE4_GBS
 
 
 def measured_rates(found: MeasuredGpu) -> GpuRates:
