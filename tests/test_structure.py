@@ -138,7 +138,7 @@ LINE_BUDGET = {
     # 10 for damaged draft files, NaN in drafts; 20 for options of ranks checked before nodes join
     # 20 for swaps that fail, and counts of more steps
     # 114 for what a forecast of ranks assumes, what ranks compare, and the fullest rank's plan
-    # 50 for the threads of two engines, 16 for fewer launches of drafts; 7 for profiles, 15 for buses
+    # 50 for the threads of two engines, 16 for fewer launches of drafts; 7 for profiles, 15: buses
     # 22 for an owner that hears of a failed rank, 13 for plans with --comm
     "runner": 5891,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     "server": 4900,  # three protocols with the fields that clients of other servers send
