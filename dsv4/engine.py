@@ -576,9 +576,8 @@ class Engine:
         self._last_step_s = clock[-1] - clock[0]
         if not self.listeners:
             return
-        phases = ("schedule", "run", "accept")
+        phases, stats = ("schedule", "run", "accept"), self.stats()
         spans = [b - a for a, b in itertools.pairwise(clock)]
-        stats = self.stats()
         values = {
             "phases_s": dict(zip(phases, spans, strict=True)),
             "num_tokens": sum(item.num_new for item in scheduled),
@@ -587,9 +586,8 @@ class Engine:
             "num_waiting": stats.num_waiting,
             "pages_used": stats.pages_used,
         }
-        event = Event("step", clock[0], None, values)
         for listener in self.listeners:
-            listener(event)
+            listener(Event("step", clock[0], None, values))
 
 
 def _output(

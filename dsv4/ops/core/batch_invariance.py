@@ -2,13 +2,11 @@
 
 A BLAS changes its order of summation with the number of rows. The references therefore multiply
 exactly ROW_TILE rows at a time, the last tile padded with zeros; many tiles are one batched product
-of equal parts. It also sums in another order where only a few columns are left: in a narrow matrix,
-or behind the blocks of 16 columns that threads share. So their number is padded to a multiple of
-COLUMN_TILE, and a column's bits do not depend on the others (ranks hold slices of a matrix). With
-several threads MKL also divides the sum of a tile that is alone, unless its length is a multiple of
-K_TILE or short; so it is padded, and the number of threads changes nothing. A row's result then
-depends only on that row. Where a library changes its order depends on the CPU:
-tests/ops/test_references.py tells whether these rules hold on yours.
+of equal parts. Few columns, in a narrow matrix or behind the blocks of 16 that threads share, are
+summed in another order too. So they are padded to a multiple of COLUMN_TILE, and no column's bits
+depend on the others (ranks hold slices of a matrix). MKL with several threads divides the sum of a
+lone tile, unless it is short or a multiple of K_TILE long; so it is padded too. All this depends on
+the CPU: tests/ops/test_references.py shows it.
 
 torch's sigmoid, silu, softplus and softmax round the last few elements of a tensor differently from
 the others; exp and log1p do not. So the former are built from the latter here.
@@ -26,36 +24,31 @@ K_TILE = 256
 def pad_rows(x: Tensor) -> Tensor:
     """`x` with zero rows appended up to a multiple of ROW_TILE."""
     missing = -x.shape[0] % ROW_TILE
-    if missing == 0:
-        return x
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
-def is_whole(n: int, k: int) -> bool:
-    """Whether a matrix `[n, k]` needs no padding."""
-    return n % COLUMN_TILE == 0 and (k <= K_TILE // 2 or k % K_TILE == 0)
+def padding(n: int, k: int) -> tuple[int, int, int, int]:
+    """What a matrix `[n, k]` lacks, as torch's `pad` takes it."""
+    return 0, -k % K_TILE if k > K_TILE // 2 else 0, 0, -n % COLUMN_TILE
 
 
 def pad_matrix(weight: Tensor) -> Tensor:
-    """`weight` with zeros, so that it is whole."""
-    n, k = weight.shape
-    if is_whole(n, k):
-        return weight
-    return pad(weight, (0, -k % K_TILE if k > K_TILE // 2 else 0, 0, -n % COLUMN_TILE))
+    missing = padding(*weight.shape)
+    return pad(weight, missing) if any(missing) else weight
 
 
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, independent for each row."""
     num_rows, num_columns = x.shape[0], weight.shape[0]
     weight = pad_matrix(weight.float())
-    padded = pad_rows(pad(x.float(), (0, weight.shape[1] - x.shape[1])))
+    missing = (0, weight.shape[1] - x.shape[1], 0, -num_rows % ROW_TILE)
+    padded = pad(x.float(), missing) if any(missing) else x.float()
     if padded.shape[0] == ROW_TILE:
         product = linear(padded, weight)
     else:
         tiles = padded.reshape(-1, ROW_TILE, padded.shape[1])
         product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1)).flatten(0, 1)
-    whole = product.shape == (num_rows, num_columns)
-    return product if whole else product[:num_rows, :num_columns]
+    return product[:num_rows, :num_columns]
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -111,10 +111,8 @@ class Scratch:
 
     def logits(self, site: MixSite) -> Array:
         columns, row_scale, base, _ = site.arrays
-        if len(columns) == self.tile.shape[1]:
-            product = torch.mm(self.tile, columns)
-        else:  # its sums need padding
-            product = matmul_rows(self.tile, site.fn)
+        fits = len(columns) == self.tile.shape[1]  # or its sums need padding
+        product = torch.mm(self.tile, columns) if fits else matmul_rows(self.tile, site.fn)
         logits: Array = product.numpy()[: self.count, : len(base)]
         logits *= self.norm.inverse_rms(site.eps)
         logits *= row_scale

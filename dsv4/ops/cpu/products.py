@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import UnpackedTensor, Weight, activations_of, k_ranges_of
-from dsv4.ops.core.batch_invariance import ROW_TILE, is_whole, matmul_rows
+from dsv4.ops.core.batch_invariance import ROW_TILE, matmul_rows, padding
 from dsv4.ops.cpu.arrays import fp32, normed, tensor, tile
 from dsv4.ops.gemm.grouped_linear import grouped_linear_reference
 from dsv4.ops.gemm.linear import dense, linear_reference
@@ -17,7 +17,7 @@ from dsv4.ops.norm.rms_norm import rms_norm_reference
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """`matmul_rows` of a whole tile: the same product with less overhead."""
-    if not is_whole(*weight.shape) or weight.dtype != torch.float32:
+    if any(padding(*weight.shape)) or weight.dtype != torch.float32:
         return matmul_rows(x, weight)
     return torch.mm(x, weight.t())
 
