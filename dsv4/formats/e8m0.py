@@ -6,6 +6,7 @@ import torch
 
 from dsv4.formats.spec import E8M0_BIAS
 
+NAN = 255
 _MANTISSA = 0x7FFFFF
 
 
@@ -14,7 +15,7 @@ def decode(byte: torch.Tensor) -> torch.Tensor:
     bits = byte.to(torch.int32) << 23
     # the shift alone gives 0 for 2^-127, which is a float32 subnormal, and Inf for NaN
     bits = torch.where(byte == 0, 0x00400000, bits)
-    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
+    return torch.where(byte == NAN, 0x7FC00000, bits).view(torch.float32)
 
 
 def ceil_exponent(amax: torch.Tensor, limit: float) -> torch.Tensor:

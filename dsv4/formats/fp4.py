@@ -19,7 +19,8 @@ def quantize_groups(
     """Packed bytes [..., C/2] and E8M0 scale bytes [..., ceil(C / group)].
 
     The scale is the smallest power of two that does not clip: 2^ceil(log2(amax / 6)).
-    `check=False` skips the search for NaN and Inf (a device synchronisation).
+    `check=False` skips the search for NaN and Inf (a device synchronisation). E2M1 has neither, so
+    such a group has the scale NaN.
     """
     x = x.to(torch.float32)
     if check:
@@ -28,7 +29,8 @@ def quantize_groups(
     exponent = e8m0.ceil_exponent(amax, E2M1_MAX)
     inverse = e8m0.decode(e8m0.from_exponent(-exponent))
     code = e2m1.encode(x * expand(inverse, group, x.shape[-1]))
-    return e2m1.pack(code), e8m0.from_exponent(exponent)
+    scale = e8m0.from_exponent(exponent)
+    return e2m1.pack(code), scale.masked_fill_(~torch.isfinite(amax), e8m0.NAN)
 
 
 def dequantize_groups(

@@ -79,6 +79,20 @@ def test_nonfinite_is_refused_with_its_place(quantize, bad: float) -> None:
         quantize(x, 32)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_fp4_group_that_is_not_finite_is_nan(bad: float) -> None:
+    """E2M1 has no NaN, so the scale has it; other groups and rows keep their bytes."""
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(3))
+    packed, scale = fp4.quantize_groups(x, 32)
+    x[1, 35] = bad
+    found_packed, found_scale = fp4.quantize_groups(x, 32, check=False)
+    back = fp4.dequantize_groups(found_packed, found_scale, 32)
+    assert back[1, 32:64].isnan().all()
+    wanted = fp4.dequantize_groups(packed, scale, 32)
+    for rows, columns in ((0, slice(None)), (2, slice(None)), (1, slice(32)), (1, slice(64, 80))):
+        assert torch.equal(back[rows, columns], wanted[rows, columns])
+
+
 def test_largest_and_smallest_values() -> None:
     x = torch.tensor([[2e38, -2e38, 1.0, 0.0]])
     assert torch.isfinite(fp8.dequantize_groups(*fp8.quantize_groups(x, 4), 4)).all()

@@ -506,6 +506,32 @@ def test_index_scores(rng: np.random.Generator) -> None:
                 assert float(found[row, b]) == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp8", "fp4"])
+@pytest.mark.parametrize("rows", [3, 20])
+def test_a_key_with_nan_has_no_score_and_is_chosen(
+    rng: np.random.Generator, fmt: str, rows: int
+) -> None:
+    """Also in a format without NaN; scores of other keys stay as they are. Few rows and many: the
+    CPU has a variant of each."""
+    dim, entry = 32, 9
+    pool, table = pool_of(fmt, dim, 6, 8, index=True), torch.tensor([[5, 2, 0, 1, 3, 4]])
+    filled(rng, pool, dim)
+    batch = make_ragged([150], [rows], [0], CPU)
+    q, g = tensor(drawn(rng, rows, 3, dim)), tensor(drawn(rng, rows, 3))
+    q = index_query(q, batch.positions, torch.zeros(8), fmt)
+    wanted = index_scores(q, g, IndexEntries(pool, table, batch, 4))
+    key = tensor(drawn(rng, 1, dim))
+    key[0, 3] = float("nan")
+    store(pool, table[:, 1], torch.tensor([entry - 8]), key)
+    found = index_scores(q, g, IndexEntries(pool, table, batch, 4))
+    assert found[:, entry].isnan().all()
+    others = torch.arange(found.shape[1]) != entry
+    assert torch.equal(found[:, others], wanted[:, others])
+    chosen, best = index_select(found, 4), index_select(wanted[:, others], 3)
+    kept = best + (best >= entry).long()
+    assert torch.equal(chosen, torch.cat((kept, torch.full((rows, 1), entry)), 1).sort(1).values)
+
+
 def test_index_select_takes_the_best_with_ties_to_the_lower_entry() -> None:
     hidden = float("-inf")
     scores = torch.tensor(

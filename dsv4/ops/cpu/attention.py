@@ -153,9 +153,9 @@ def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format:
 
 
 def index_select(scores: Tensor, topk: int) -> Tensor:
-    if scores.shape[0] > ROW_TILE:
-        return index_select_reference(scores, topk)
     rows = scores.numpy()
+    if len(rows) > ROW_TILE or np.isnan(rows.max()):
+        return index_select_reference(scores, topk)
     kept = np.full((len(rows), min(topk, rows.shape[1])), -1)
     for row, own in zip(rows, kept, strict=True):
         count = min(np.count_nonzero(row > -np.inf), len(own))

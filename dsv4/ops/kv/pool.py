@@ -89,7 +89,7 @@ def rotates(index_format: str) -> bool:
 
 
 def pack(pool: PagedPool, x: Tensor) -> dict[str, Tensor]:
-    """Pack entries `[m, dim]` into the pool's parts. NaN stays NaN, except in FP4 index keys."""
+    """Pack entries `[m, dim]` into the pool's parts. NaN stays NaN; in FP4 the scale has it."""
     if pool.format in ("bf16", "fp32"):
         return {"data": x.to(pool.data.dtype)}
     if not pool.is_index:
