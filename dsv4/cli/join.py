@@ -23,7 +23,8 @@ def join(
 
     Example: dsv4 join 10.0.0.1:29500 --node 1
     """
-    from dsv4.parallel.nodes import Joining, address_of
+    from dsv4.parallel.handshake import address_of
+    from dsv4.parallel.nodes import Joining
     from dsv4.parallel.nodes import join as run
     from dsv4.runner.ranks import FOLLOWER
 

@@ -180,6 +180,13 @@ def start_members(count: int, module: str) -> list[Member]:
     return [Member(pid, end, server) for pid, end in zip(pids, sockets, strict=True)]
 
 
+def how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit code {status}"
+    names = {known.value: known.name for known in signal.Signals}  # without real-time signals
+    return f"was ended by signal {-status} ({names.get(-status, 'unnamed')})"
+
+
 def _wait_for_orphan(pid: int, timeout: float) -> None:
     """Wait until a process that is not our child has ended."""
     try:

@@ -3,19 +3,14 @@
     node 0    Head listens at HOST:PORT; the engine waits for the nodes before it starts
     node K    `join` connects: one connection for the node, then one for each of its ranks
 
-Both ends prove that they know the shared key before anything else is read: a challenge each way.
-Then a rank's connection becomes its link, handed to the process that the fork server starts. The
-node's own connection reports how its ranks ended and carries requests to kill them. Nothing is
-encrypted: use a private network.
+Once both ends have proven that they know the shared key (handshake.py), a rank's connection becomes
+its link, handed to the process that the fork server starts. The node's own connection reports how
+its ranks ended and carries requests to kill them. Nothing is encrypted: use a private network.
 """
 
 import contextlib
-import hashlib
-import hmac
 import ipaddress
 import logging
-import os
-import secrets
 import socket
 import threading
 import time
@@ -24,99 +19,24 @@ from dataclasses import dataclass, field
 
 from dsv4.errors import OptionError, RankError
 from dsv4.parallel.commands import Link, RankMessage
-from dsv4.parallel.fork_server import START_SECONDS, ForkServer
+from dsv4.parallel.fork_server import START_SECONDS, ForkServer, how_it_ended
+from dsv4.parallel.handshake import (
+    HANDSHAKE_SECONDS,
+    KEY,
+    address_of,
+    cluster_key,
+    connect_to,
+    greet,
+    listen,
+    shown,
+)
 from dsv4.util.readiness import readable
 
 log = logging.getLogger(__name__)
 
-KEY = "DSV4_CLUSTER_KEY"
-LEAST_KEY = 16  # characters
-NONCE = 32
-HANDSHAKE_SECONDS = 10.0
 GREETED = 64  # connections at once that have not said who they are
 RETRY_SECONDS = 0.5
 TELL_SECONDS = 10.0  # between two log lines about missing nodes
-
-
-def cluster_key() -> bytes:
-    key = os.environ.get(KEY, "")
-    if len(key) < LEAST_KEY:
-        raise OptionError(
-            f"{KEY} has {len(key)} characters, expected at least {LEAST_KEY}, the same on every "
-            "node; make one with: openssl rand -hex 16"
-        )
-    return key.encode()
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """`HOST:PORT`, or `[IPV6]:PORT`."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise OptionError(f"head is {text!r}, expected HOST:PORT like 10.0.0.1:29500")
-    return host, int(port)
-
-
-def _proof(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.new(key, role + first + second, hashlib.sha256).digest()
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("closed during the handshake")
-        data += part
-    return data
-
-
-def _prepare(connection: socket.socket) -> None:
-    """Small messages leave immediately; a broken link is noticed within 15 s (on Linux; elsewhere
-    only while nothing is sent)."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", 15_000),  # keepalive rests while pings are unacknowledged
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def greet(connection: socket.socket, key: bytes) -> None:
-    """The head's side of the handshake; raises if the other end does not know the key. The caller
-    ends the connection's timeout once it has read who that is."""
-    connection.settimeout(HANDSHAKE_SECONDS)
-    ours = secrets.token_bytes(NONCE)
-    connection.sendall(ours)
-    theirs, proof = _read(connection, NONCE), _read(connection, NONCE)
-    if not hmac.compare_digest(proof, _proof(key, b"node", ours, theirs)):
-        raise PermissionError("another key")
-    connection.sendall(_proof(key, b"head", theirs, ours))
-    _prepare(connection)
-
-
-def connect_to(address: tuple[str, int], key: bytes) -> socket.socket:
-    """The node's side. The head closes the connection if its key differs."""
-    connection = socket.create_connection(address, HANDSHAKE_SECONDS)
-    try:
-        theirs, ours = _read(connection, NONCE), secrets.token_bytes(NONCE)
-        connection.sendall(ours + _proof(key, b"node", theirs, ours))
-        try:
-            proof = _read(connection, NONCE)
-        except ConnectionError:
-            proof = b""
-        if not hmac.compare_digest(proof, _proof(key, b"head", ours, theirs)):
-            raise OptionError(f"the head at {address[0]}:{address[1]} has another {KEY}")
-        _prepare(connection)
-        connection.settimeout(None)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 # --- the head -------------------------------------------------------------------------------------
@@ -159,18 +79,23 @@ class RemoteNode:
         self.link.close()
 
     def listen(self) -> None:
-        with contextlib.suppress(OSError, RankError):
+        try:
             while (found := self.link.receive()) is not None:
-                message = found[0]
                 with self.changed:
-                    if message.get("kind") == "started":
-                        self.pids = list(message["pids"])
-                    elif message.get("kind") == "ended":
-                        self.ended[message["pid"]] = message["status"]
+                    self._hear(found[0])
                     self.changed.notify_all()
+        except (OSError, RankError, KeyError, TypeError, ValueError) as error:
+            log.warning("node %d sent what is no message: %r", self.number, error)
+            self.link.close()
         with self.changed:
             self.is_gone = True
             self.changed.notify_all()
+
+    def _hear(self, message: RankMessage) -> None:
+        if message.get("kind") == "started":
+            self.pids = [int(pid) for pid in message["pids"]]
+        elif message.get("kind") == "ended":
+            self.ended[int(message["pid"])] = int(message["status"])
 
 
 class Head:
@@ -190,8 +115,7 @@ class Head:
         self._is_over = False
         self._free = threading.Semaphore(GREETED)
         try:
-            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
-            self._server = socket.create_server((self.host, self.port), family=family)
+            self._server = listen(self.host, self.port)
             self._address = address
         except OSError as error:
             raise OptionError(
@@ -219,10 +143,9 @@ class Head:
                 if passed - told > TELL_SECONDS:
                     told = passed
                     log.warning("waiting at %s for node %s", where, names)
-                ready = readable([self._server], RETRY_SECONDS)
-                if ready and self._free.acquire(timeout=RETRY_SECONDS):
-                    what = (*self._server.accept(), nodes, ranks_each)
-                    threading.Thread(target=self._greet, args=what, daemon=True).start()
+                if readable([self._server], RETRY_SECONDS):
+                    self._accept(nodes, ranks_each)
+                self._check_ranks()
         except BaseException as error:
             with self._lock:
                 self._is_over = True
@@ -236,6 +159,28 @@ class Head:
             self._is_over = True
             self._server.close()
         return [self._nodes[node] for node in range(1, nodes)]
+
+    def _accept(self, nodes: int, ranks_each: int) -> None:
+        """Greet who comes, on a thread, unless too many have not said who they are."""
+        if not self._free.acquire(timeout=RETRY_SECONDS):
+            return
+        try:
+            what = (*self._server.accept(), nodes, ranks_each)
+        except OSError as error:  # it is gone again, or this process has no descriptor left
+            self._free.release()
+            log.warning("a connection could not be accepted: %s", error)
+            time.sleep(RETRY_SECONDS)
+            return
+        threading.Thread(target=self._greet, args=what, daemon=True).start()
+
+    def _check_ranks(self) -> None:
+        """Raise if a rank has ended while other nodes are waited for."""
+        with self._lock:
+            for node in self._nodes.values():
+                for pid, status in list(node.ended.items()):
+                    raise RankError(
+                        f"a rank of node {node.number} (process {pid}) {how_it_ended(status)}"
+                    )
 
     def _missing(self, nodes: int, ranks_each: int) -> list[int]:
         def is_complete(node: RemoteNode | None) -> bool:
@@ -263,9 +208,10 @@ class Head:
                     problem = self._take(hello[0], connection, link, nodes, ranks_each)
             if problem is not None:
                 link.send({"kind": "refused", "error": problem})
-        except (OSError, RankError, KeyError, TypeError) as error:
+        except (OSError, RankError) as error:
             problem = str(error)
-        self._free.release()
+        finally:
+            self._free.release()
         if problem is not None:
             log.warning("refused a connection from %s: %s", peer[0], problem)
             connection.close()
@@ -274,20 +220,29 @@ class Head:
         self, hello: RankMessage, connection: socket.socket, link: Link, nodes: int, ranks_each: int
     ) -> str | None:
         """Accept a connection, or return why it is refused."""
-        number, version = hello["node"], hello["version"]
+        kind, number, version = hello.get("kind"), hello.get("node"), hello.get("version")
+        if kind not in ("node", "rank"):
+            return f"found {kind!r}, expected that a node or a rank says who it is"
         if version != self._version:
             return f"node {number} has dsv4 {version}, the head {self._version}; use the same"
         if type(number) is not int or not 0 < number < nodes:
             return f"node is {number}, expected 1 to {nodes - 1}"
-        if hello["kind"] == "rank":
-            self._nodes[number].connections[hello["place"]] = connection
-        elif number in self._nodes:
+        if kind == "rank":
+            place, taken = hello.get("place"), self._nodes.get(number)
+            if taken is None:
+                return f"found a rank of node {number}, which is not here"
+            if type(place) is not int or not 0 <= place < ranks_each or place in taken.connections:
+                return f"rank {place!r} of node {number} is here already, or one too many"
+            taken.connections[place] = connection
+            return None
+        if number in self._nodes:
             return f"node {number} is here already; give each machine its own --node"
-        else:
-            node = RemoteNode(number, link, hello["address"], hello["model"])
-            self._nodes[number] = node
-            threading.Thread(target=node.listen, daemon=True).start()
-            link.send({"kind": "ranks", "count": ranks_each})
+        address, model = hello.get("address"), hello.get("model")
+        if not isinstance(address, str) or not isinstance(model, str | None):
+            return f"node {number} has the address {address!r} and model {model!r}, expected texts"
+        node = self._nodes[number] = RemoteNode(number, link, address, model)
+        threading.Thread(target=node.listen, daemon=True).start()
+        link.send({"kind": "ranks", "count": ranks_each})
         return None
 
 
@@ -327,11 +282,11 @@ def _reach(by: Joining, key: bytes, tell: Callable[[str], None]) -> socket.socke
         except OSError as error:
             if time.monotonic() - begin > by.timeout:
                 raise RankError(
-                    f"the head at {by.head[0]}:{by.head[1]} was not reached within "
+                    f"the head at {shown(by.head)} was not reached within "
                     f"{by.timeout:g} s ({error.strerror or error})"
                 ) from error
             if not said:
-                tell(f"waiting for the head at {by.head[0]}:{by.head[1]}")
+                tell(f"waiting for the head at {shown(by.head)}")
                 said = True
             time.sleep(RETRY_SECONDS)
 
@@ -342,11 +297,15 @@ def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str]
     address = control.getsockname()[0]
     hello = {"node": by.node, "version": by.version, "address": address, "model": by.model}
     link.send({"kind": "node", **hello})
+    control.settimeout(HANDSHAKE_SECONDS)
     answer = link.receive()
+    control.settimeout(None)
     if answer is None:
         return False
-    if answer[0]["kind"] == "refused":
-        raise OptionError(answer[0]["error"])
+    if answer[0].get("kind") == "refused":
+        raise OptionError(str(answer[0].get("error")))
+    if answer[0].get("kind") != "ranks" or type(answer[0].get("count")) is not int:
+        raise RankError(f"the head at {shown(by.head)} answered {answer[0]}, expected ranks")
     connections: list[socket.socket] = []
     try:
         for place in range(answer[0]["count"]):

@@ -8,7 +8,6 @@ NCCL or in a kernel that waits: there a server's engine process, which hears of 
 """
 
 import logging
-import signal
 import threading
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, RankMessage
-from dsv4.parallel.fork_server import Member
+from dsv4.parallel.fork_server import Member, how_it_ended
 from dsv4.parallel.nodes import RemoteNode
 from dsv4.util.readiness import readable
 
@@ -278,13 +277,14 @@ class Team:
     def _take(self, rank: _Rank) -> None:
         try:
             found = rank.link.receive()
-        except RankError as error:
-            self._fail(f"rank {rank.number}: {error}")
-            return
-        if found is None:
-            self._fail(self._how_it_ended(rank))
-            return
-        message = found[0]
+            if found is None:
+                self._fail(self._how_it_ended(rank))
+            else:
+                self._hear(rank, found[0])
+        except (RankError, KeyError, TypeError) as error:
+            self._fail(f"{rank.name} sent what is no message: {describe(error)}")
+
+    def _hear(self, rank: _Rank, message: RankMessage) -> None:
         rank.last_message = time.monotonic()
         kind = message.get("kind", "")
         rank.said[kind] = message
@@ -360,10 +360,8 @@ class Team:
             how = "is out of reach: the process that started it has ended"
         elif status is None:
             how = "closed its connection"
-        elif status < 0:
-            how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
         else:
-            how = f"ended with exit code {status}"
+            how = how_it_ended(status)
         return f"{rank.name} {how}"
 
     def _kill(self) -> None:

@@ -1,5 +1,6 @@
 """Ranks on several nodes, as groups of processes on this one: joining, keys, failures, torchrun."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,9 +16,11 @@ import pytest
 
 from dsv4.engine import Engine
 from dsv4.errors import CheckpointError, OptionError, RankError
-from dsv4.parallel import nodes
+from dsv4.parallel import handshake, nodes
 from dsv4.parallel.commands import Link
-from dsv4.parallel.nodes import Head, address_of, connect_to
+from dsv4.parallel.handshake import KEY as VARIABLE
+from dsv4.parallel.handshake import address_of, connect_to, shown
+from dsv4.parallel.nodes import Head, Joining
 from dsv4.request import SamplingParams
 from dsv4.runner.ranks import start
 from dsv4.testing import random_weights, small_config, write_checkpoint
@@ -31,7 +34,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nodes.KEY, KEY)
+    monkeypatch.setenv(VARIABLE, KEY)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +59,10 @@ def run(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def join(port: int, node: int, *rest: str, **variables: str) -> subprocess.Popen[str]:
-    command = ("join", f"localhost:{port}", "--node", str(node), *rest)
+def join(
+    port: int, node: int, *rest: str, host: str = "localhost", **variables: str
+) -> subprocess.Popen[str]:
+    command = ("join", f"{host}:{port}", "--node", str(node), *rest)
     return run("from dsv4.cli import main; main()", *command, **variables)
 
 
@@ -112,6 +117,30 @@ def test_two_nodes(folder: Path, port: int, joined: list[subprocess.Popen[str]])
     assert "the head is gone" in out
     assert f"the engine failed: {name}" in out
     assert not os.path.exists(f"/proc/{rank}")
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_two_nodes_over_ipv6(folder: Path, port: int, joined: list[subprocess.Popen[str]]) -> None:
+    node = join(port, 1, "--join-timeout", str(PATIENCE_S), host="[::1]")
+    joined.append(node)
+    engine = load(folder, port, head=f"[::1]:{port}")
+    try:
+        assert answers(engine) == answers(Engine.load(folder, device="cpu"))
+        assert engine._runner.team is not None
+        assert engine._runner.team.members[0].address == "::1"
+    finally:
+        engine.close()
+    out, _ = node.communicate(timeout=PATIENCE_S)
+    assert node.returncode == 0, out
+    assert f"the head at [::1]:{port}" in out or "waiting" not in out
 
 
 def test_another_checkpoint_on_a_node(
@@ -194,10 +223,34 @@ def test_options_of_nodes(folder: Path, port: int, monkeypatch: pytest.MonkeyPat
             load(folder, 0, head=f"{head}:29500")
     with pytest.raises(OptionError, match="join_timeout is 0, expected seconds above 0"):
         load(folder, port, join_timeout=0)
-    monkeypatch.setenv(nodes.KEY, "short")
+    monkeypatch.setenv(VARIABLE, "short")
     with pytest.raises(OptionError, match="DSV4_CLUSTER_KEY has 5 characters, expected at least"):
         load(folder, port)
-    assert address_of("[::1]:29500") == ("::1", 29500)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "host:65536", "host:-1", "host:+1", "host:1.5", "host:２９５００", "host:", ":29500", "",
+        "[]:29500", "[::1:29500", "::1]:29500", "::1:29500", "[host]:29500", "[::1]29500", "host",
+        "a..b:29500", f"{'x' * 64}:29500", "a b:29500", "host:29500:1", "[::1]:0", "[::1]",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(OptionError, match=r"expected HOST:PORT like 10.0.0.1:29500 or \[fd00::1\]"):
+        address_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.1:29500", ("10.0.0.1", 29500)), ("gpu-1.lab:1", ("gpu-1.lab", 1)),
+        ("[::1]:29500", ("::1", 29500)), ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+    ],
+)  # fmt: skip
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert address_of(text) == address
+    assert shown(address) == text
 
 
 @pytest.fixture
@@ -258,7 +311,125 @@ def test_silent_connections_hold_up_nobody(port: int, links: list[Link], has_key
         assert links[-1].receive() == ({"kind": "ranks", "count": 1, "size": 0}, b"")
 
     # one after the other they took 30 s, or for ever
-    assert "node 1, 2 did not come" in with_head(port, work, 6.0)
+    assert "node 1, 2 did not come" in with_head(port, work, 3.0)
+
+
+def test_a_connection_that_trickles_ends_in_time(
+    port: int, links: list[Link], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A byte now and then is no answer: the whole handshake has one limit."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.4)
+
+    def work() -> None:
+        with socket.create_connection(("localhost", port), PATIENCE_S) as slow:
+            slow.recv(handshake.NONCE)
+            with contextlib.suppress(OSError):  # once it is closed at the other end
+                for _ in range(31):
+                    slow.sendall(b"x")
+                    time.sleep(0.1)
+                raise AssertionError("it was never closed")
+
+    with_head(port, work, 1.0)
+    assert "silent for 0.4 s during the handshake" in caplog.text
+
+
+HEADER = (1 << 30).to_bytes(4, "big")
+
+
+GARBAGE = {
+    HEADER: "found a header of 1073741824 bytes; the link is out of step",
+    b"\0\0\0\4\xff\xfe{}": "found a message that is no command",
+    b"\0\0\0\2[]": "found a message that is no command",
+    b"\0\0\0\x0b" + b'{"size": 0}': "found None, expected that a node or a rank says who it is",
+    b"\0\0": "closed or silent before it said who it is",
+}
+
+
+def test_garbage_instead_of_a_hello(
+    port: int, links: list[Link], caplog: pytest.LogCaptureFixture
+) -> None:
+    """From one who has the key. The next node is heard all the same."""
+
+    def work() -> None:
+        for sent, words in GARBAGE.items():
+            caplog.clear()
+            with connect_to(("localhost", port), KEY.encode()) as connection:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    while connection.recv(1000):
+                        pass
+            assert words in caplog.text
+        links.append(Link(connect_to(("localhost", port), KEY.encode())))
+        links[-1].send(HELLO)
+        assert links[-1].receive() == ({"kind": "ranks", "count": 1, "size": 0}, b"")
+
+    assert "node 1, 2 did not come" in with_head(port, work)
+
+
+def test_garbage_from_a_node_gives_it_up(
+    port: int, links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may connect again; before, it counted as present for ever."""
+    monkeypatch.setattr(nodes, "RETRY_SECONDS", 0.05)
+
+    def accepted() -> socket.socket:
+        while True:  # until the head has seen that the last one is gone
+            connection = connect_to(("localhost", port), KEY.encode())
+            links.append(Link(connection))
+            links[-1].send(HELLO)
+            answer = links[-1].receive()
+            if answer is not None and answer[0]["kind"] == "ranks":
+                return connection
+
+    def work() -> None:
+        for sent in ({"kind": "started"}, {"kind": "started", "pids": 3}, None):
+            connection = accepted()
+            if sent is None:
+                connection.sendall(HEADER)
+            else:
+                links[-1].send(sent)
+            assert links[-1].receive() is None
+        accepted()
+
+    assert "node 1, 2 did not come" in with_head(port, work)
+
+
+def test_a_rank_that_ends_while_others_are_waited_for(port: int, links: list[Link]) -> None:
+    def work() -> None:
+        links.append(Link(connect_to(("localhost", port), KEY.encode())))
+        links[-1].send(HELLO)
+        assert links[-1].receive() is not None
+        links[-1].send({"kind": "started", "pids": [4711]})
+        links[-1].send({"kind": "ended", "pid": 4711, "status": -9})
+        failed = links[-1].receive()
+        assert failed is not None
+        assert failed[0]["is_starting"]
+
+    said = with_head(port, work, PATIENCE_S)
+    assert said == "a rank of node 1 (process 4711) was ended by signal 9 (SIGKILL)"
+
+
+def test_a_head_without_descriptors_goes_on(
+    port: int, links: list[Link], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, turns = socket.socket.accept, iter([True])
+
+    def failing(server: socket.socket) -> Any:
+        if server.getsockname()[1] == port and next(turns, False):
+            raise OSError(24, "Too many open files")
+        return accept(server)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    monkeypatch.setattr(nodes, "RETRY_SECONDS", 0.05)
+
+    def work() -> None:
+        links.append(Link(connect_to(("localhost", port), KEY.encode())))
+        links[-1].send(HELLO)
+        assert links[-1].receive() is not None
+
+    assert "node 1, 2 did not come" in with_head(port, work, 0.5)
+    assert "a connection could not be accepted: [Errno 24] Too many open files" in caplog.text
 
 
 def test_a_broken_link_is_noticed_soon(port: int, links: list[Link]) -> None:
@@ -290,6 +461,11 @@ def test_a_link_that_timed_out_has_ended() -> None:
         ({"node": 0}, "node is 0, expected 1 to 2"),
         ({"node": "1"}, "node is 1, expected 1 to 2"),
         ({"version": "2.0"}, "node 1 has dsv4 2.0, the head 1.0; use the same"),
+        ({"node": [1]}, "node is [1], expected 1 to 2"),
+        ({"kind": "guest"}, "found 'guest', expected that a node or a rank says who it is"),
+        ({"kind": "rank", "place": 0}, "found a rank of node 1, which is not here"),
+        ({"address": 7}, "node 1 has the address 7 and model None, expected texts"),
+        ({"model": []}, "node 1 has the address 'localhost' and model [], expected texts"),
     ],
 )
 def test_nodes_that_are_refused(
@@ -318,6 +494,78 @@ def test_a_number_that_is_taken(port: int, links: list[Link]) -> None:
         assert "node 1 is here already" in answer[0]["error"]
 
     with_head(port, work, 0.3)
+
+
+def test_two_machines_with_one_number(port: int, links: list[Link]) -> None:
+    """The second one ends with the reason."""
+
+    def work() -> None:
+        links.append(Link(connect_to(("localhost", port), KEY.encode())))
+        links[-1].send(HELLO)
+        assert links[-1].receive() is not None
+        second = Joining(("localhost", port), 1, "no.module", "1.0", None, PATIENCE_S)
+        with pytest.raises(OptionError, match="node 1 is here already; give each machine its own"):
+            nodes.join(second, lambda text: None)
+
+    with_head(port, work, 0.3)
+
+
+def test_a_rank_in_a_place_that_is_taken_or_none(port: int, links: list[Link]) -> None:
+    def come(hello: dict[str, Any]) -> Link:
+        links.append(Link(connect_to(("localhost", port), KEY.encode())))
+        links[-1].send(HELLO | hello)
+        return links[-1]
+
+    def work() -> None:
+        assert come({}).receive() is not None
+        come({"kind": "rank", "place": 0})
+        for place in (1, -1, "0", None, [0], 0):
+            answer = come({"kind": "rank", "place": place}).receive()
+            assert answer is not None
+            assert f"rank {place!r} of node 1 is here already, or one" in answer[0]["error"]
+
+    assert "node 1, 2 did not come" in with_head(port, work)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"kind": "hello"}, "answered {'kind': 'hello', 'size': 0}, expected ranks"),
+        ({"kind": "ranks"}, "expected ranks"),
+        (None, "found a header of 1073741824 bytes"),
+    ],
+)
+def test_a_head_that_answers_something_else(answer: dict[str, Any] | None, words: str) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        at = ("localhost", int(server.getsockname()[1]))
+
+        def head() -> None:
+            connection, _ = server.accept()
+            with connection:
+                handshake.greet(connection, KEY.encode())
+                assert Link(connection).receive() is not None
+                if answer is None:
+                    connection.sendall(HEADER)
+                else:
+                    Link(connection).send(answer)
+
+        thread = threading.Thread(target=head)
+        thread.start()
+        with pytest.raises(RankError) as error:
+            nodes.join(Joining(at, 1, "no.module", "1.0", None, 1.0), lambda text: None)
+        thread.join()
+    assert words in str(error.value)
+
+
+def test_a_head_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its challenge: another service, which reads only."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
+    with socket.create_server(("localhost", 0)) as server:
+        at = ("localhost", int(server.getsockname()[1]))
+        said: list[str] = []
+        with pytest.raises(RankError, match=rf"localhost:{at[1]} was not reached within 0.5 s \("):
+            nodes.join(Joining(at, 1, "no.module", "1.0", None, 0.5), said.append)
+    assert said == [f"waiting for the head at localhost:{at[1]}"]
 
 
 def test_a_head_that_is_not_there(port: int) -> None:

@@ -23,7 +23,8 @@ from dsv4.engine import Engine
 from dsv4.errors import KernelError, OptionError, RankError
 from dsv4.parallel import fork_server
 from dsv4.parallel import team as team_module
-from dsv4.parallel.fork_server import ForkServer, Member
+from dsv4.parallel.commands import Link
+from dsv4.parallel.fork_server import ForkServer, Member, how_it_ended
 from dsv4.parallel.layout import allowed_tp
 from dsv4.request import Request, SamplingParams
 from dsv4.runner.drafts import verify
@@ -344,6 +345,12 @@ def test_a_rank_that_hangs_is_named_in_time(
     check_broken(engine, pids, words, 2.0)
 
 
+def test_signals_without_a_name() -> None:
+    assert how_it_ended(-9) == "was ended by signal 9 (SIGKILL)"
+    assert how_it_ended(-40) == "was ended by signal 40 (unnamed)"
+    assert how_it_ended(3) == "ended with exit code 3"
+
+
 class Host:
     is_gone = False
 
@@ -355,16 +362,23 @@ class Host:
 
 
 @pytest.fixture
-def team() -> Iterator[team_module.Team]:
+def far_ends() -> Iterator[list[Link]]:
+    ends: list[Link] = []
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def team(far_ends: list[Link]) -> Iterator[team_module.Team]:
     """Of ranks 1 and 2, which say nothing, in a step that may take 1,000 s."""
     pairs = [socket.socketpair() for _ in range(2)]
+    far_ends += [Link(theirs) for _, theirs in pairs]
     members = [Member(10 + i, ours, Host()) for i, (ours, _) in enumerate(pairs, 1)]
     made = team_module.Team(members, 1000.0)
     made.ready()
     yield made
     made.close()
-    for _, theirs in pairs:
-        theirs.close()
 
 
 def look(team: team_module.Team, seconds: float, *heard: float, finished: int = 0) -> str:
@@ -403,6 +417,16 @@ def test_a_command_for_an_idle_rank_begins_its_time(team: team_module.Team) -> N
             rank.moved -= 5000
     team.command("share")
     assert look(team, 890, 880, 880) == ""
+
+
+@pytest.mark.parametrize("sent", [{"kind": "done"}, {"kind": "pong", "n": "1"}])
+def test_garbage_from_a_rank_is_a_failure(
+    team: team_module.Team, far_ends: list[Link], sent: dict[str, Any]
+) -> None:
+    """Before, it ended the watch."""
+    far_ends[0].send(sent)
+    with pytest.raises(RankError, match=r"rank 1 \(process 11\) sent what is no message: "):
+        team.wait_for("ready")
 
 
 def test_an_idle_engine_tells_of_a_rank_that_failed(

@@ -23,8 +23,9 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RankError
 from dsv4.parallel.commands import Link
 from dsv4.parallel.fork_server import Member, start_members
+from dsv4.parallel.handshake import connect_to, greet, listen
 from dsv4.parallel.layout import RankLayout
-from dsv4.parallel.nodes import Head, connect_to, greet
+from dsv4.parallel.nodes import Head
 
 LOOPBACK = "127.0.0.1"
 _STORE_SECONDS = 30.0  # least timeout for reaching a store
@@ -75,8 +76,7 @@ def meeting_place(host: str) -> Iterator[str]:
         return
     distributed: Any = torch.distributed
     # by default torch would listen on all interfaces
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    server = socket.create_server((host, 0), family=family)
+    server = listen(host)
     port = server.getsockname()[1]
     store = distributed.TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach(),
@@ -139,7 +139,7 @@ def _torchrun_store(timeout: float) -> Any:
 def _torchrun_members(world: int, timeout: float) -> list[Member]:
     key, found = secrets.token_bytes(32), dict[int, Member]()
     store = _torchrun_store(timeout)
-    with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
+    with listen(os.environ["MASTER_ADDR"]) as server:
         store.set(_ADDRESS, f"{server.getsockname()[1]} {key.hex()}")
         server.settimeout(timeout)
         while len(found) < world - 1:
