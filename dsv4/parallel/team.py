@@ -250,7 +250,7 @@ class Team:
         while not self._is_closed and self._failure is None:
             try:
                 ready = readable([r.link for r in self._ranks], turn)
-            except (OSError, ValueError):
+            except OSError:
                 return  # closed meanwhile
             with self._changed:
                 for rank in self._ranks:

@@ -14,7 +14,8 @@ Connection = TypeVar("Connection", bound=HasFileno | int)
 
 
 def readable(connections: Sequence[Connection], seconds: float) -> list[Connection]:
-    """Those with something to read, or whose end is to be read; waits up to `seconds` for one."""
+    """Those with something to read, or whose end is to be read; waits up to `seconds` for one.
+    Raises OSError if one is closed at this end."""
     return _ready(connections, select.POLLIN, seconds)
 
 
@@ -23,11 +24,12 @@ def writable(connections: Sequence[Connection], seconds: float) -> list[Connecti
 
 
 def _ready(connections: Sequence[Connection], event: int, seconds: float) -> list[Connection]:
-    poll, found = select.poll(), {}
-    for connection in connections:
-        number = connection if isinstance(connection, int) else connection.fileno()
+    found = {c if isinstance(c, int) else c.fileno(): c for c in connections}
+    if min(found, default=0) < 0:
+        raise OSError("a connection is closed")
+    poll = select.poll()
+    for number in found:
         poll.register(number, event)
-        found[number] = connection
     ready = poll.poll(max(seconds, 0.0) * 1000)
     if any(events & select.POLLNVAL for _, events in ready):
         raise OSError("a connection was closed while it was waited for")
