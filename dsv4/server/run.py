@@ -47,13 +47,14 @@ def serve(
     """
     with bind(options) as listener:
         failure: list[WireMessage] = []
+        where = address(listener, options)  # the listener closes before the engine ends
 
         def hear(message: WireMessage) -> None:
             if message["kind"] == "failed" and link.state == "failed":
                 failure.append(message)
                 server.should_exit = True
             else:
-                notify({**message, "address": address(listener, options)})
+                notify({**message, "address": where})
 
         link = EngineLink(model, choices, hear, max_waiting=options.max_waiting, engine=engine)
         service = Service(model, options, link)
@@ -118,7 +119,11 @@ class _Server(uvicorn.Server):
         if self._service.is_draining:
             os._exit(130 if sig == signal.SIGINT else 143)  # second signal: exit now
         self._service.is_draining = True
-        log.warning("shutting down; running answers have %g s", self._service.options.drain_seconds)
+        if self._service.link.num_live:
+            seconds = self._service.options.drain_seconds
+            log.warning("shutting down; running answers have %g s", seconds)
+        else:
+            log.warning("shutting down")
 
     async def on_tick(self, counter: int) -> bool:
         if self._service.is_draining and self._drain is None:

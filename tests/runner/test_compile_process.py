@@ -23,6 +23,18 @@ def test_a_process_that_dies(tmp_path: Path) -> None:
     assert _run(tmp_path, "dies") == ["_embed_kernel False"]
 
 
+def test_a_process_whose_parent_was_killed_ends_quietly() -> None:
+    pytest.importorskip("triton", reason="the compiler is absent")
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "dsv4.ops.core.compile_triton"]
+    found = subprocess.run(
+        command, cwd=ROOT, input=b"{}\n{}\n", stdout=writes, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writes)
+    assert (found.returncode, found.stderr) == (0, b"")
+
+
 def _run(folder: Path, story: str) -> list[str]:
     pytest.importorskip("triton", reason="the compiler is absent")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

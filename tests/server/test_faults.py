@@ -226,6 +226,24 @@ def test_a_second_signal_ends_it_at_once(own: Callable[..., Server]) -> None:
     wait_for(lambda: not os.path.exists(f"/proc/{engine}"))  # no orphan is left
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_still_loads_stops_without_a_word(
+    own: Callable[..., Server], tmp_path: Path, number: signal.Signals
+) -> None:
+    """Loading is neither awaited nor cut off with a traceback, even where a prefix store would be
+    written; without the server it does not go on."""
+    server = own("--prefix-disk", str(tmp_path), env={"FAKE_ENGINE": "slow_engine.py"})
+    wait_for(lambda: "plan: " in server.log)
+    engine = server.engine_pid
+    server.process.send_signal(number)
+    assert server.process.wait(30) == (-number if number == signal.SIGKILL else 0)
+    wait_for(lambda: not os.path.exists(f"/proc/{engine}"), 30)
+    said = server.log[server.log.index("plan: ") :].splitlines()[1:]
+    assert [" ".join(line.split()) for line in said if line.strip() and "loading" not in line] == (
+        [] if number == signal.SIGKILL else ["WARNING shutting down"]
+    )
+
+
 def test_the_engine_ends_with_a_server_that_was_killed(own: Callable[..., Server]) -> None:
     server = own().wait()
     engine = server.engine_pid

@@ -220,7 +220,7 @@ def _decode(value):
 
 def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.dup(1)
     os.dup2(2, 1)  # keeps compiler output out of the answers
     for line in sys.stdin:
         try:
@@ -228,8 +228,8 @@ def _serve() -> None:
             answer = ""
         except Exception as error:  # the parent compiles again and gets the same error
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
-        answers.write(answer + "\n")
-        answers.flush()
+        with contextlib.suppress(BrokenPipeError):  # the parent was killed: the input ends, too
+            os.write(answers, f"{answer}\n".encode())
 
 
 if __name__ == "__main__":

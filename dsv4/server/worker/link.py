@@ -266,19 +266,20 @@ class EngineLink(RequestLink):
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
+        flushes = self._start_message["choices"].get("prefix_disk") and self.is_responsive
+        seconds = FLUSH_SECONDS if flushes else END_SECONDS
+        if self.state in ("starting", "restarting"):
+            seconds = 0.0  # a loading engine has nothing to finish, and does not listen
         self.state = "stopped"
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
+        await self._end_process(seconds)
 
     async def _supervise(self) -> None:
-        try:
-            failures = 0
-            while self.state != "failed":
-                failures = await self._run_and_recover(failures)
-        finally:  # the server stops
-            flushes = self._start_message["choices"].get("prefix_disk") and self.is_responsive
-            await self._end_process(FLUSH_SECONDS if flushes else END_SECONDS)
+        failures = 0
+        while self.state != "failed":
+            failures = await self._run_and_recover(failures)
 
     async def _run_and_recover(self, failures: int) -> int:
         """Run one engine process until it ends; returns how many in a row were useless."""
@@ -356,6 +357,8 @@ class EngineLink(RequestLink):
 
     async def _end_process(self, seconds: float) -> None:
         """Wait until the process ends; kill it after `seconds`."""
+        if self._process is not None and not seconds:
+            self._process.kill()
         if self._writer is not None:
             self._writer.close()  # the engine notices between steps
             self._writer = None

@@ -31,6 +31,7 @@ from dsv4.request import Output, SamplingParams
 from dsv4.runner.load import prepare
 from dsv4.server.worker.wire import (
     Channel,
+    LinkClosed,
     WireMessage,
     ids_from_wire,
     output_to_wire,
@@ -65,6 +66,8 @@ def _run(channel: Channel) -> int:
     heartbeat = Heartbeat(channel)
     try:
         engine = _load(start, channel, lambda error: _end_with_ranks(error, channel, heartbeat))
+    except LinkClosed:  # stopped before it was ready
+        return 1
     except Dsv4Error as error:
         _say_failed(channel, error)
         return error.exit_code

@@ -43,6 +43,10 @@ def message_size(head: bytes) -> int:
     return size
 
 
+class LinkClosed(ConnectionError):
+    """The web process has gone."""
+
+
 class Channel:
     """The blocking end of the connection, used by the engine process."""
 
@@ -52,8 +56,11 @@ class Channel:
 
     def send(self, message: WireMessage) -> None:
         data = pack(message)
-        with self._lock:
-            self._connection.sendall(data)
+        try:
+            with self._lock:
+                self._connection.sendall(data)
+        except ConnectionError as error:
+            raise LinkClosed(str(error)) from error
 
     def receive(self) -> WireMessage | None:
         """The next message; None when the other side has closed."""
