@@ -60,7 +60,7 @@ class Log:
 def run_job(job: Job, log: Log, failed: list[str], deadline: float) -> None:
     begin = time.monotonic()
     limit = min(job.limit_s, deadline - begin)
-    if limit < LEAST_S:
+    if deadline - begin < LEAST_S:
         failed.append(job.label)
         log(job.label, "not started: no time left for this part")
         return
@@ -375,6 +375,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children must not ignore it
     parser = make_parser()
     options = parser.parse_args()
     OUT = options.out.resolve()
