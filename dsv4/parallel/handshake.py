@@ -64,11 +64,14 @@ def _read(connection: socket.socket, size: int, until: float) -> bytes:
     """Until then, however slowly it comes."""
     data = b""
     while len(data) < size:
-        left = until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"silent for {HANDSHAKE_SECONDS:g} s during the handshake")
-        connection.settimeout(left)
-        part = connection.recv(size - len(data))
+        try:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+            part = connection.recv(size - len(data))
+        except TimeoutError:
+            text = f"the handshake was not finished within {HANDSHAKE_SECONDS:g} s"
+            raise TimeoutError(text) from None
         if not part:
             raise ConnectionError("closed during the handshake")
         data += part
