@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 RankFailed = Callable[[RankError], None]
 
-# Of `timeout`. A server gives up after all of it: by then the rank must have a name.
+# Of `timeout`. A server gives up after 1.5 of it: by then the rank must have a name.
 SILENT, LATE = 0.5, 0.9
 QUIET = 0.25  # two pings; of a rank that stopped while a command that is late ran
 GRACE_SECONDS = 2.0  # for all ranks to report the same failure
@@ -288,11 +288,10 @@ class Team:
         rank.last_message = time.monotonic()
         kind = message.get("kind", "")
         rank.said[kind] = message
-        if kind in ("done", "pong"):
-            if message["n"] > rank.finished:
-                rank.finished, rank.moved = message["n"], rank.last_message
-            if "sum" in message:
-                self._take_sum(message["n"], rank.number, message["sum"])
+        if kind in ("done", "pong", "failed") and message["n"] > rank.finished:
+            rank.finished, rank.moved = message["n"], rank.last_message
+        if "sum" in message:
+            self._take_sum(message["n"], rank.number, message["sum"])
         elif kind == "failed":
             rank.failed = (message["n"], message["error"], rank.last_message)
             if message["n"] == 0:

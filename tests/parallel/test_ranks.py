@@ -430,6 +430,16 @@ def test_garbage_from_a_rank_is_a_failure(
         team.wait_for("ready")
 
 
+def test_a_command_that_failed_is_finished(team: team_module.Team, far_ends: list[Link]) -> None:
+    """All ranks alike, so they go on; its time must not run on."""
+    team.command("share")
+    for end in far_ends:
+        end.send({"kind": "failed", "n": 1, "error": "ValueError: 1"})
+    with pytest.raises(ValueError, match="1"), team.together():
+        raise ValueError(1)
+    assert look(team, 2000, 1990, 1990) == ""
+
+
 def test_an_idle_engine_tells_of_a_rank_that_failed(
     folder: Path, faulty: None, loaded: list[Engine]
 ) -> None:
