@@ -141,7 +141,8 @@ LINE_BUDGET = {
     # 50 for the threads of two engines, 16 for fewer launches of drafts; 7 for profiles, 15: buses
     # 22 for an owner that hears of a failed rank, 13 for plans with --comm
     "runner": 5891,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
-    "server": 4900,  # three protocols with the fields that clients of other servers send
+    # 3 for an engine that is stopped while it loads
+    "server": 4903,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
     # 90 for reports of any card: nothing private, an end

@@ -169,6 +169,8 @@ class FakeEngine:
     def output(self, name: str, job: Job) -> dict[str, Any] | None:
         if "HANG" in job.directives:
             return None
+        if "STUCK" in job.directives:
+            sys.stderr.write("the loop is stuck\n")
         while "STUCK" in job.directives:
             self.channel.send({"kind": "beat", "age": time.monotonic() - job.due})
             time.sleep(0.1)

@@ -15,7 +15,7 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
         "_a8_kernel": 13,
         "_a8_rows_kernel": 3,
         "_gather_rows_kernel": 1,
-        "_a8_prompt_kernel": 6,
+        "_a8_prompt_kernel": 7,
     },
 }
 
@@ -36,7 +36,8 @@ def test_kernels_compile(cases: str) -> None:
             assert name.startswith("wgmma.mma_async"), f"{row['case']}: {name}"
             assert name.endswith("k32.f32.e4m3.e4m3"), f"{row['case']}: {name}"
         if counts_are_known():
-            assert row["hot_reloads"] <= (1 if "prompt" in row["case"] else 0), row["case"]
+            # 3.9 reloads 4 of the fp32 kernel's numbers, 3.6 none
+            assert row["hot_reloads"] <= (4 if "prompt" in row["case"] else 0), row["case"]
 
 
 def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
@@ -46,7 +47,9 @@ def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
             yield name, launch
 
 
+TURNS = "a8 mxfp4 prompt down, turns"
 ONLY_IN_ALL = {
+    TURNS,
     "a8 rows of a prompt",
     "a8 fp8 prompt 1 torch.float32",
     "a8 fp8 prompt 8 torch.bfloat16",
@@ -95,3 +98,5 @@ def all_launches() -> Iterator[Launch]:
             f"a8 mxfp4 prompt {kind}",
             lambda w=weight, o=out, g=given: prompt.multiply_experts(rows, w, o, grouped, **g),
         )
+    turns = prompt.EXPERTS._replace(turns=True)
+    yield TURNS, lambda: prompt.multiply_experts(rows, weight, out, grouped, tile=turns)

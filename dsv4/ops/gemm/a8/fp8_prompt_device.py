@@ -29,6 +29,9 @@ _LOW_SIGN = gl.constexpr("lop3.b32 $0, $1, $2, 0x80808080, 0xF8;")
 _HIGH_SIGN = gl.constexpr(
     "{ .reg .b32 u; shl.b32 u, $2, 4; lop3.b32 $0, $1, u, 0x80808080, 0xF8; }"
 )
+FIRST_TURN = gl.constexpr(14)  # hardware barriers of 256 threads; Triton counts its own from 0
+_WAIT = gl.constexpr("bar.sync $1, 256; mov.u32 $0, 0;")
+_PASS = gl.constexpr("bar.arrive $1, 256; mov.u32 $0, 0;")
 NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # than triton 3.6
 joined, activated = gluon.jit(append.fn), gluon.jit(swiglu.fn)
 
@@ -43,6 +46,7 @@ class PromptTile(NamedTuple):
     ranges: int
     end: int  # PLAIN, SWIGLU or PAIRS
     direct: bool = False  # FP8 weights are multiplied from shared memory, not from registers
+    turns: bool = False  # a warpgroup adds while the other's product runs
 
 
 class PromptBuffers(NamedTuple):
@@ -162,11 +166,27 @@ def _scales(b, slot, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def _start(a, b, slot, PLACE: gl.constexpr, T: gl.constexpr):
+def _wait_for_turn(half):
+    gl.inline_asm_elementwise(_WAIT, "=r,r", [FIRST_TURN + half], gl.int32, False, 1)
+
+
+@gluon.jit
+def pass_turn(half):
+    """The other warpgroup's product may follow those that this one has issued."""
+    gl.inline_asm_elementwise(_PASS, "=r,r", [FIRST_TURN + 1 - half], gl.int32, False, 1)
+
+
+@gluon.jit
+def _start(a, b, slot, half, PLACE: gl.constexpr, T: gl.constexpr):
     """The product of a step's weights and of its input rows number PLACE."""
     x = b.rows.index(slot * T.pieces + PLACE).permute((1, 0))
     zero = gl.zeros([64, PIECE], gl.float32, sums_layout())
-    return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
+    if T.turns:
+        _wait_for_turn(half)
+    product = warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
+    if T.turns:
+        pass_turn(half)
+    return product
 
 
 @gluon.jit
@@ -185,24 +205,27 @@ def _sums(half, at, scale, b, begin, end, P: gl.constexpr, T: gl.constexpr):
     if T.fp8:
         next_factor = gl.load(scale + gl.minimum(begin, end - 1))
     for step in range(begin, end):
-        if T.fp8:  # on its way during a step: products would wait for it
-            factor = next_factor
-            next_factor = gl.load(scale + gl.minimum(step + 1, end - 1))
         slot = at % T.stages
         mbarrier.wait(b.full.index(slot), at // T.stages & 1)
         a = _weights(b, slot, half, T)
         flying = ()
         for i in gl.static_range(FLIGHT):
-            flying = joined(flying, _start(a, b, slot, i, T))
+            flying = joined(flying, _start(a, b, slot, half, i, T))
+        if T.fp8:  # on its way during a step: products would wait for it
+            factor = next_factor
+            next_factor = gl.load(scale + gl.minimum(step + 1, end - 1))
         added = ()
         for i in gl.static_range(P):
             row_scale = _scales(b, slot, i)
             part = warpgroup_mma_wait(outstanding(FLIGHT, P - i), deps=(flying[i],))
-            if i + FLIGHT < P:
-                flying = joined(flying, _start(a, b, slot, i + FLIGHT, T))
             if T.fp8:
                 row_scale = row_scale * factor
-            added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
+            if T.turns:  # first, while the other warpgroup's product runs
+                added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
+            if i + FLIGHT < P:
+                flying = joined(flying, _start(a, b, slot, half, i + FLIGHT, T))
+            if not T.turns:
+                added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
         sums = added
         fence_async_shared()
         mbarrier.arrive(b.empty.index(slot), count=1)

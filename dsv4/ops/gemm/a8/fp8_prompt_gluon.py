@@ -28,6 +28,7 @@ from dsv4.ops.gemm.a8.fp8_prompt_device import (
     PromptJob,
     PromptTile,
     multiply_tile,
+    pass_turn,
 )
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
@@ -103,6 +104,8 @@ def _copy(descs, b, job, T: gl.constexpr):
 def _multiply(half, b, job, T: gl.constexpr):
     """The job of a multiplying warpgroup."""
     at = 0
+    if T.turns and half == 1:
+        pass_turn(half)
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
         expert, n_tile, row, height = _work(item, job, T)
         if expert >= 0:
