@@ -105,12 +105,16 @@ def tiles(used: PromptTile) -> Iterator[PromptTile]:
                 yield tile
 
 
-@torch.inference_mode()
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--record", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+@torch.inference_mode()
+def main() -> None:
+    options = make_parser().parse_args()
     torch.manual_seed(5)
     lines: list[dict[str, Any]] = [{"run": run_facts()}]
     for make in (matrices, experts):

@@ -192,11 +192,15 @@ def cublas() -> dict[str, Any]:
     return row
 
 
-@torch.inference_mode()
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--record", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+@torch.inference_mode()
+def main() -> None:
+    options = make_parser().parse_args()
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     given = make_given("cuda", 3 * multiprocessors)
     rows: list[dict[str, Any]] = [{"run": run_facts()}, cublas()]

@@ -149,6 +149,15 @@ def a8(place: Place) -> list[list[Job]]:
     return stages
 
 
+def a8_trials(place: Place) -> list[list[Job]]:
+    """What bounds the kernel of a8 prompts, and its tiles; they need a GPU."""
+    stages = []
+    for label, limit in (("product_rates", 150), ("a8_tiles", 300)):
+        record = ["--record", str(place.out / f"{label}.jsonl")]
+        stages.append([Job(label, [f"benchmarks/{label}.py", *record], limit)])
+    return [] if place.small else stages
+
+
 def prefill(place: Place) -> list[list[Job]]:
     case = [*TRIAL, "--tokens", "64"] if place.small else [*SIZES, "--tokens", "8192,2048"]
     record = ["--record", str(place.out / "prefill.jsonl")]
@@ -172,6 +181,6 @@ OWN_LIMITS = {
 }  # fmt: skip
 STAGES = {
     "tests": tests, "confirm": confirm, "parallel": parallel, "beside": beside, "drafts": drafts,
-    "one_gpu": one_gpu, "a8": a8, "prefill": prefill, "slices": slices,
+    "one_gpu": one_gpu, "a8": a8, "a8_trials": a8_trials, "prefill": prefill, "slices": slices,
 }  # fmt: skip
 PARTS = (*STAGES, *OWN_LIMITS)
