@@ -369,19 +369,21 @@ def command_page() -> str:
     engine = {f"--{item.name.replace('_', '-')}" for item in fields(EngineConfig)}
     shared: dict[str, str] = {}
     for name, command in commands(typer.main.get_command(app), "dsv4"):
-        own = []
+        own, taken = [], []
         for param in command.params:
             row = option_row(param)
             is_flag = getattr(param, "is_flag", False) and not param.secondary_opts
             if param.opts[0].split("/")[0] in engine and not is_flag:  # `doctor --ops` is a flag
                 shared.setdefault(param.opts[0], row)
+                taken.append(f"`{param.opts[0]}`")
             else:
                 own.append(row)
-        takes = len(own) < len(command.params)
         parts.append(f"## {name}\n\n{help_text(name, command.help or '')}\n")
         parts.append("| option | | default |\n|---|---|---|\n" + "\n".join(own) + "\n")
-        if takes:
-            parts.append("Also the [engine options](#engine-options).\n")
+        if taken:
+            is_all = len(taken) >= len(engine) - 1  # `doctor` has `--ops` of its own
+            which = "the" if is_all else f"{', '.join(taken)} of the"
+            parts.append(f"Also {which} [engine options](#engine-options).\n")
     parts.append("## Engine options\n\nFields of `EngineConfig`, the same in Python.\n")
     parts.append("| option | | default |\n|---|---|---|\n" + "\n".join(shared.values()) + "\n")
     return "\n".join(parts)

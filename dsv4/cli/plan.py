@@ -11,6 +11,7 @@ from rich.table import Table
 
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
+from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster
 from dsv4.runner.settings import Settings
 from dsv4.tools.plan import CONTEXTS, Plan, PlannedModel, make_plan, planned_model
@@ -33,7 +34,7 @@ def plan(
     users: int | None = typer.Option(None, min=1, help="Sequences that run at once."),
     context: list[int] = typer.Option([], help="Tokens of each; without --users several."),
     memory: float | None = typer.Option(
-        None, help="GB (10^9 bytes) that a GPU reports; default: that of --gpu."
+        None, min=1, max=10000, help="GB (10^9 bytes) that a GPU reports; default: that of --gpu."
     ),
     gpus: int = typer.Option(1, min=1, help="GPUs, on all nodes together."),
     nodes: int = typer.Option(1, min=1, help="Machines that have them."),
@@ -62,12 +63,12 @@ def plan(
     With several GPUs: the layouts that fit, their predicted speed, and which one to run. Exit
     code 1 when the engine could not start.
 
-    Examples: dsv4 plan flash --users 32 --context 100000 --memory 192;
+    Examples: dsv4 plan flash --gpu b200 --users 32 --context 100000;
     dsv4 plan pro --gpus 16 --nodes 2 --gpu h100
     """
     if users is not None and len(context) > 1:
         raise OptionError(f"found {len(context)} contexts with --users, expected one")
-    folder = None if model in SHAPES else model_folder(model)
+    folder = None if model in SHAPES else model_folder(model, *SHAPES)
     texts: dict[str, Any] = {"kv_format": kv_format, "index_format": index_format}
     texts |= {"experts": experts, "attention": attention, "comm": comm}  # EngineConfig checks them
     choices = EngineConfig(
@@ -81,6 +82,11 @@ def plan(
     )
     cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
     subject = planned_model(model, weights, folder)
+    longest = subject.config.max_positions
+    if context and max(context) > longest:
+        raise OptionError(f"context is {max(context)}, the model's limit is {longest} tokens")
+    if gpus > 1 and context and users is None:
+        raise OptionError(f"gpus is {gpus} and users is missing; --context needs --users here")
     if gpus > 1:
         _show(plan_layouts(subject, cluster, choices), as_json=as_json)
         return
@@ -95,6 +101,7 @@ def _on_one(
     if choices.attention == "dp":
         raise OptionError("attention is 'dp', gpus is 1; give --gpus, expected several")
     if choices.world > 1:
+        RankLayout(1 if choices.tp == "auto" else choices.tp).check(subject.config)
         raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
     host_bytes = None if host_memory is None else int(host_memory * 1e9)
     return make_plan(
@@ -119,7 +126,7 @@ def _print(result: Plan, console: Console) -> None:
     console.print(
         f"[bold]{escape(result.model)}[/], {result.weights} weights: "
         f"{size_text(result.checkpoint_bytes)} on disk, {size_text(loaded)} loaded; "
-        f"one GPU of {result.gpu_bytes / 1e9:g} GB"
+        f"one {result.gpu} of {result.gpu_bytes / 1e9:g} GB"
     )
     table = Table("on the GPU", "bytes", "", title_justify="left")
     table.columns[1].justify = "right"
@@ -135,7 +142,7 @@ def _print(result: Plan, console: Console) -> None:
     console.print(table)
     console.print(
         "state: "
-        + ", ".join(f"{size:,.2f} B/token {kind}" for kind, size in result.token_bytes.items())
+        + ", ".join(f"{size:,.6g} B/token {kind}" for kind, size in result.token_bytes.items())
         + "; per sequence "
         + ", ".join(f"{size_text(size)} {name}" for name, size in result.fixed_bytes.items())
     )
@@ -177,7 +184,7 @@ def _print_layouts(result: LayoutPlan, console: Console) -> None:
     batches = list(result.forecasts[0].steps)
     rows = list(zip(result.forecasts, result.fits, strict=True))
     shown = [row for row in rows if row[0].fits] or rows
-    lengths = [f"x {n >> 20}M" if n >= 1 << 20 else f"x {n >> 10}k" for n in result.fits[0]]
+    lengths = [f"x {_length(n)}" for n in result.fits[0]]
     table = Table(
         "tp", "pp", "GB", "KV", *lengths, *(f"batch {n}" for n in batches), "8k", "",
         caption="GB of weights a GPU; tokens of state; sequences of a length; ms of a step, of 8k",
@@ -187,7 +194,7 @@ def _print_layouts(result: LayoutPlan, console: Console) -> None:
     for found, fits in shown:
         is_best = (found.tp, found.pp) == result.recommended
         held = max(stage.weight_bytes for stage in found.stages)
-        note = "[bold green]use this[/]" if is_best else "" if found.fits else "[red]no room[/]"
+        note = "[bold green]use[/]" if is_best else "" if found.fits else "[red]no room[/]"
         times = [f"{found.steps[n].total:.1f}" for n in batches]
         table.add_row(
             str(found.tp),
@@ -214,6 +221,13 @@ def _print_layouts(result: LayoutPlan, console: Console) -> None:
         console.print(*lines, sep="\n  ", highlight=False, soft_wrap=True)
     lines = ["predicted, not run:", *assumptions(cluster)]
     console.print(*lines, sep="\n  ", highlight=False, soft_wrap=True)
+
+
+def _length(tokens: int) -> str:
+    """ "1M", "128k", "100,000"."""
+    if tokens % 1024:
+        return f"{tokens:,}"
+    return f"{tokens >> 10}k" if tokens % (1 << 20) else f"{tokens >> 20}M"
 
 
 def _print_ledger(result: LayoutPlan, console: Console) -> None:

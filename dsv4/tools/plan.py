@@ -40,6 +40,7 @@ class Fit:
 class Plan:
     model: str
     weights: str
+    gpu: str  # whose rates predict times
     gpu_bytes: int
     checkpoint_bytes: int  # on disk, draft blocks included
     weight_bytes: dict[str, int]  # as loaded, by group
@@ -145,6 +146,7 @@ def make_plan(
     return Plan(
         model=subject.name,
         weights=subject.weights,
+        gpu=cluster.gpu.name,
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=subject.checkpoint_bytes,
         weight_bytes=groups,

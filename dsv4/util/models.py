@@ -9,8 +9,8 @@ from dsv4.errors import CheckpointError
 BUILTIN_MODELS = Path(__file__).parent.parent / "models"
 
 
-def model_folder(name: str) -> Path:
-    """A model embedded in the package, otherwise a path; `./tiny` is always a path."""
+def model_folder(name: str, *others: str) -> Path:
+    """An embedded model or a path; `./tiny` is always a path. `others`: names for the error."""
     embedded = BUILTIN_MODELS / name
     if name.isidentifier() and embedded.is_dir():
         return embedded
@@ -29,9 +29,9 @@ def model_folder(name: str) -> Path:
                 f"first (pip install huggingface_hub; hf download {name} --local-dir {local}), "
                 f"then give the folder: {local}"
             )
-        names = ", ".join(sorted(path.name for path in BUILTIN_MODELS.iterdir() if path.is_dir()))
+        names = [*others, *sorted(p.name for p in BUILTIN_MODELS.iterdir() if p.is_dir())]
         raise CheckpointError(
             f"{name!r} is neither a folder nor an embedded model; expected a folder with "
-            f"config.json and safetensors files, or one of: {names}"
+            f"config.json and safetensors files, or one of: {', '.join(names)}"
         )
     return folder

@@ -89,6 +89,35 @@ def test_plan(folder: Path) -> None:
     assert own["weights"] == "official"
 
 
+def test_what_a_plan_is_for_is_named() -> None:
+    """Its times are those of a card, whatever memory it is given."""
+    for arguments, named in (
+        (("--memory", "180"), "one H200 of 180 GB"),
+        (("--gpu", "rtx-pro-6000"), "one RTX PRO 6000 of "),
+        (("--gpus", "2", "--users", "4", "--context", "100000"), "x 100,000"),
+    ):
+        assert named in run("plan", "flash", *arguments).stdout
+    wide = CliRunner().invoke(app, ["plan", "pro", "--gpus", "8"], env={"COLUMNS": "80"}).stdout
+    assert re.search(r"^│ +8 │ +1 │ 120.9 .*│ use │$", wide, re.M)  # on one line of a terminal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("flsh",), "one of: flash, pro, tiny"),
+        (("flash", "--memory", "0"), "--memory"),
+        (("flash", "--memory", "inf"), "--memory"),
+        (("flash", "--context", "4096", "--context", "2000000"), "the model's limit is 1048576"),
+        (("flash", "--gpus", "4", "--context", "4096"), "--users"),
+        (("flash", "--tp", "3"), "1, 2, 4, 8"),
+    ],
+)
+def test_a_plan_ignores_nothing(arguments: tuple[str, ...], words: str) -> None:
+    result = run("plan", *arguments)
+    assert result.exit_code != 0
+    assert words in result.output + str(result.exception)
+
+
 def test_convert(folder: Path, tmp_path: Path) -> None:
     text = run("convert", folder, tmp_path / "a", "--to", "nvfp4")
     assert text.exit_code == 0
