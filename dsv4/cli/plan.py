@@ -66,8 +66,6 @@ def plan(
     Examples: dsv4 plan flash --gpu b200 --users 32 --context 100000;
     dsv4 plan pro --gpus 16 --nodes 2 --gpu h100
     """
-    if users is not None and len(context) > 1:
-        raise OptionError(f"found {len(context)} contexts with --users, expected one")
     folder = None if model in SHAPES else model_folder(model, *SHAPES)
     texts: dict[str, Any] = {"kv_format": kv_format, "index_format": index_format}
     texts |= {"experts": experts, "attention": attention, "comm": comm}  # EngineConfig checks them
@@ -82,16 +80,21 @@ def plan(
     )
     cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
     subject = planned_model(model, weights, folder)
-    longest = subject.config.max_positions
-    if context and max(context) > longest:
-        raise OptionError(f"context is {max(context)}, the model's limit is {longest} tokens")
-    if gpus > 1 and context and users is None:
-        raise OptionError(f"gpus is {gpus} and users is missing; --context needs --users here")
+    _check_contexts(context, users, gpus, subject.config.max_positions)
     if gpus > 1:
         _show(plan_layouts(subject, cluster, choices), as_json=as_json)
         return
     contexts = tuple(sorted(context)) or CONTEXTS
     _show(_on_one(subject, cluster, choices, contexts, gpu, host_memory, zipf), as_json=as_json)
+
+
+def _check_contexts(contexts: list[int], users: int | None, gpus: int, longest: int) -> None:
+    if users is not None and len(contexts) > 1:
+        raise OptionError(f"found {len(contexts)} contexts with --users, expected one")
+    if contexts and max(contexts) > longest:
+        raise OptionError(f"context is {max(contexts)}, the model's limit is {longest} tokens")
+    if gpus > 1 and contexts and users is None:
+        raise OptionError(f"gpus is {gpus} and users is missing; --context needs --users here")
 
 
 def _on_one(
