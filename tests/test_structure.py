@@ -141,8 +141,8 @@ LINE_BUDGET = {
     # 50 for the threads of two engines, 16 for fewer launches of drafts; 7 for profiles, 15: buses
     # 22 for an owner that hears of a failed rank, 13 for plans with --comm
     "runner": 5891,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
-    # 3 for an engine that is stopped while it loads
-    "server": 4903,  # three protocols with the fields that clients of other servers send
+    # 10 for an engine that is stopped while it loads, and origins that no browser sends
+    "server": 4914,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
     # 90 for reports of any card: nothing private, an end
@@ -152,10 +152,11 @@ LINE_BUDGET = {
     # 100 for acceptance of drafts by skill, damaged draft files in reports; 40 for times where all
     # experts fit
     # 67 for the random model of the doctor of ranks and the commands of a layout
-    "tools": 10504,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    "tools": 10506,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
     # 200 for plans over several GPUs and join; 8 for exit codes of dead ranks, 3 for draft files
-    # 5 for choices that type checkers see; 16 for options of plan that would mean nothing
-    "cli": 2741,  # 9 for commands of a layout, and rates that tell something
+    # 5 for choices that type checkers see; 16 for options of plan that would mean nothing,
+    # 3 for empty prompts and wrong efforts
+    "cli": 2744,  # 9 for commands of a layout, and rates that tell something
     "deploy": 1000,
     "__main__.py": 10,
 }

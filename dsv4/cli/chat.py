@@ -61,6 +61,7 @@ def chat(
     session = ChatSession(engine, engine.tokenizer, engine.dialect, params)
     session.system, session.thinking = system, think
     session.effort = int(effort) if effort is not None and effort.isdecimal() else effort
+    engine.dialect.effort_text(session.effort)  # refuses one that the model does not have
     if tools is not None:
         session.load_tools(tools)
     _edit_lines()

@@ -71,14 +71,16 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
         raise OptionError(
             "found no prompt; give it with -p TEXT, with --prompt-file FILE or through a pipe"
         )
-    if prompt is not None and prompt != "-":
-        return prompt
     try:
-        if prompt_file is None or prompt_file == Path("-"):
-            return sys.stdin.buffer.read().decode("utf-8")
-        return prompt_file.read_text(encoding="utf-8")
+        if prompt_file is not None and prompt_file != Path("-"):
+            prompt = prompt_file.read_text(encoding="utf-8")
+        elif prompt is None or prompt == "-":
+            prompt = sys.stdin.buffer.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the prompt: {error}") from error
+    if not prompt.strip():  # a variable that is not set, a pipe that gave nothing
+        raise RequestError("the prompt is empty; give it with -p TEXT, a file or a pipe")
+    return prompt
 
 
 def _run(

@@ -414,7 +414,10 @@ def test_bad_options(cli: Cli, model: Path, options: tuple[str, ...], says: str)
 
 
 def test_bad_prompts(cli: Cli, model: Path, tmp_path: Path) -> None:
-    assert "empty" in cli("generate", model, "--raw", "-p", "", *SMALL).message
+    for options in (("--raw", "-p", ""), ("-p", ""), ("-p", " \n")):  # like a variable not set
+        result = cli("generate", model, *options, *SMALL)
+        assert (result.code, result.out) == (2, "")
+        assert "the prompt is empty; give it with -p TEXT" in result.message
     assert (
         "cannot read the prompt"
         in cli("generate", model, "--prompt-file", tmp_path / "no.txt", *SMALL).message

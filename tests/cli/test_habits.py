@@ -129,6 +129,9 @@ def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     with pytest.raises(RequestError, match="cannot read the prompt"):
         _prompt_text("-", None)
+    monkeypatch.setattr(sys, "stdin", pipe(""))
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        _prompt_text(None, None)
 
 
 def test_a_name_on_the_hub_gets_a_hint() -> None:
@@ -158,6 +161,12 @@ def test_chat_is_left_and_switched(end: str) -> None:
     assert notes == [("thinking", "off"), ("thinking", "on"), ("folding", "on")]
     assert "expected /think on or /think off" in out.getvalue()
     assert next(lines) == "never read"
+
+
+def test_chat_refuses_an_effort_before_the_first_question(cli: Cli) -> None:  # noqa: F811
+    result = cli("chat", "--effort", "furious")
+    assert (result.code, result.out) == (2, "")
+    assert "'furious', expected one of minimal, low" in result.message
 
 
 def test_tab_completes_the_commands_of_chat() -> None:
