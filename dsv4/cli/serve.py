@@ -15,7 +15,7 @@ from dsv4.cli.progress import ProgressBar
 from dsv4.config import EngineConfig
 from dsv4.deploy.options import RayOptions
 from dsv4.errors import OptionError
-from dsv4.server.options import ServerOptions, clean_keys, read_keys
+from dsv4.server.options import ServerOptions, clean_keys, clean_origins, read_keys
 from dsv4.util.logs import log_requests
 from dsv4.util.output_paths import check_writable
 
@@ -79,7 +79,7 @@ def serve(
         share_prefixes=share_prefixes,
         names=tuple(served_model_name),
         any_model=any_model,
-        cors_origins=tuple(cors_origin),
+        cors_origins=clean_origins(cors_origin),
         max_waiting=max_waiting,
         drain_seconds=drain_seconds,
         trace=trace,

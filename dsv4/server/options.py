@@ -1,6 +1,7 @@
 """The operator's options, and limits on client requests."""
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def clean_keys(keys: list[str], name: str) -> list[str]:
                 "printable ASCII"
             )
     return keys
+
+
+def clean_origins(origins: list[str]) -> tuple[str, ...]:
+    """As browsers send them; another text would never match."""
+    for origin in origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin):
+            raise OptionError(
+                f"--cors-origin is {origin!r}, expected one like https://app.example: in lower "
+                "case, without a path or a slash at its end; or '*'"
+            )
+    return tuple(origins)
 
 
 def read_keys(path: Path | None, option: str) -> list[str]:

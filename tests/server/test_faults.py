@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -395,6 +396,20 @@ def test_the_engines_own_errors_end_the_start(own: Callable[..., Server]) -> Non
     assert server.process.wait(PATIENCE_S) == 2
     assert "error: max_context is too large" in server.log
     assert "Traceback" not in server.log
+
+
+def test_an_engine_that_is_left_while_it_loads_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while weights are read: no traceback of a broken pipe."""
+    from dsv4.server.worker import main as worker
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(worker, "Heartbeat", lambda _: SimpleNamespace(turned_at=None))
+    ours, theirs = socket.socketpair()
+    Channel(ours).send({"kind": "load", "model": "tiny", "choices": {}, "log_level": 30})
+    ours.close()
+    assert worker.main(["engine", str(theirs.detach())]) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dsv4.errors import OptionError
+from dsv4.server.options import clean_origins
 from tests.server.support import ASK, PATIENCE_S, Server, in_background, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -329,6 +331,14 @@ def test_keys(tmp_path: Any) -> None:
             assert client.get("/v1/models", headers=named).status_code == 200
     finally:
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "origin", ["page.example", "https://page.example/", "https://Page.example", "", "*.example"]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(OptionError, match=r"--cors-origin is .* expected one like https://"):
+        clean_origins(["https://page.example:8443", "*", "null", origin])
 
 
 def test_a_full_queue_names_and_cors() -> None:
