@@ -98,7 +98,7 @@ class ModelConfig:
                 moe_intermediate_size=3072,
                 routed_scaling_factor=2.5,
             )
-        raise OptionError(f"no built-in shape named {name!r}; expected flash or pro")
+        raise OptionError(f"no built-in shape named {name!r}; expected flash, pro, in bench trial")
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":

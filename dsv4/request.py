@@ -281,7 +281,7 @@ def check_prompt(ids: tuple[int, ...], vocab_size: int, limit: int, max_context:
     if len(ids) > limit:
         raise RequestError(
             f"the prompt has {len(ids)} tokens, expected at most {limit} in a context of "
-            f"{max_context}; shorten the prompt or raise max_context"
+            f"{max_context}; shorten the prompt, or raise max_context if the model allows it"
         )
 
 

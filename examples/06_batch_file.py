@@ -12,6 +12,8 @@ from dsv4 import Engine, SamplingParams
 
 BATCH = 64  # written out after each
 
+if len(sys.argv) != 3:
+    sys.exit(f"expected two files: {sys.argv[0]} in.jsonl out.jsonl")
 source, target = map(Path, sys.argv[1:3])
 engine = Engine.load("tiny")
 params = SamplingParams(temperature=0, max_tokens=64)

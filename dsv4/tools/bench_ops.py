@@ -360,7 +360,7 @@ def bench_ops(
 ) -> Iterator[Ceilings | Result]:
     """Yields the ceilings, then one result per op, shape and token count."""
     if not torch.cuda.is_available():
-        raise OptionError("bench ops needs a CUDA device; none was found")
+        raise OptionError("no CUDA device was found; --predict h200 lists floors without one")
     ceilings = measure_ceilings()
     yield ceilings
     for name in shapes:

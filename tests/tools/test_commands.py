@@ -137,6 +137,7 @@ def test_wrong_use_and_missing_folders(folder: Path, tmp_path: Path) -> None:
         (("convert", tmp_path / "none", tmp_path / "out"), CheckpointError),
         (("plan", "flash", "--weights", "int4"), OptionError),
         (("convert", folder, tmp_path / "out", "--to", "int4"), OptionError),
+        (("convert", folder, folder / "config.json"), OptionError),
     ]
     for arguments, kind in cases:
         result = run(*arguments)

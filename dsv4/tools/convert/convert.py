@@ -192,6 +192,8 @@ def _open_journal(destination: Path, digest: str) -> dict[str, Any]:
             if not (destination / name).is_file():
                 del journal["shards"][name]
         return journal
+    if destination.is_file():
+        raise OptionError(f"{destination} is a file; give an empty or new folder")
     try:
         destination.mkdir(parents=True, exist_ok=True)
     except OSError as error:

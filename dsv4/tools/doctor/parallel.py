@@ -78,7 +78,7 @@ def examine_ranks(model: str, choices: EngineConfig, tell: Callable[[str], None]
     if choices.tp == "auto" and choices.pp == 1:
         count = 2 if device == "cpu" else torch.cuda.device_count()
         if count < 2:
-            raise OptionError("one GPU is visible, expected several; or give --device cpu")
+            raise OptionError(f"GPUs seen: {count}, expected several; or give --device cpu")
         tp, pp = default_layout(count, config.num_layers)
     else:
         tp, pp = (1 if choices.tp == "auto" else choices.tp), choices.pp
