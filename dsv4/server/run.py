@@ -47,14 +47,14 @@ def serve(
     """
     with bind(options) as listener:
         failure: list[WireMessage] = []
-        where = address(listener, options)  # the listener closes before the engine ends
+        at = address(listener, options)  # the listener closes before the engine ends
 
         def hear(message: WireMessage) -> None:
             if message["kind"] == "failed" and link.state == "failed":
                 failure.append(message)
                 server.should_exit = True
-            else:
-                notify({**message, "address": where})
+            elif not service.is_draining:  # "ready" after "shutting down" would mislead
+                notify({**message, "address": at})
 
         link = EngineLink(model, choices, hear, max_waiting=options.max_waiting, engine=engine)
         service = Service(model, options, link)

@@ -1,5 +1,6 @@
 """Things that break: the engine, the disk, the network, patience."""
 
+import gc
 import json
 import logging
 import os
@@ -18,6 +19,8 @@ import pytest
 
 from dsv4.chat import Tokenizer
 from dsv4.cli import main
+from dsv4.server import run as server_run
+from dsv4.server.options import ServerOptions
 from dsv4.server.worker.wire import Channel
 from dsv4.util.models import model_folder
 from tests.server.support import ASK, PATIENCE_S, Server, in_background, wait_for
@@ -396,6 +399,27 @@ def test_the_engines_own_errors_end_the_start(own: Callable[..., Server]) -> Non
     assert server.process.wait(PATIENCE_S) == 2
     assert "error: max_context is too large" in server.log
     assert "Traceback" not in server.log
+
+
+def test_a_server_that_shuts_down_reports_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may be ready after Ctrl-C; uvicorn has then closed the listener."""
+    told: list[str] = []
+
+    def serve_and_stop(self: Any, sockets: list[socket.socket]) -> None:
+        hear = self._service.link._notify
+        hear({"kind": "plan", "text": "x"})
+        self._service.is_draining = True
+        sockets[0].close()
+        hear({"kind": "ready"})
+
+    monkeypatch.setattr(server_run._Server, "run", serve_and_stop)
+    for name in ("freeze", "set_threshold"):
+        monkeypatch.setattr(gc, name, lambda *_: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    server_run.serve(
+        "tiny", {}, ServerOptions(port=0), lambda message: told.append(message["kind"])
+    )
+    assert told == ["plan"]
 
 
 def test_an_engine_that_is_left_while_it_loads_ends_quietly(
