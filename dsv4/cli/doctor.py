@@ -231,7 +231,7 @@ def _write(
 
 def _print_machine(machine: "Machine", console: Console) -> None:
     console.print(
-        f"[bold]machine[/] {escape(machine.device)} {machine.capability}, "
+        f"[bold]machine[/] {escape(f'{machine.device} {machine.capability}'.rstrip())}, "
         f"{machine.bandwidth_gbs:g} GB/s"
         + (f" of {machine.published_gbs:g} published" if machine.published_gbs else "")
         + f"; dsv4 {machine.dsv4}, torch {machine.torch}, triton {machine.triton}, "

@@ -161,7 +161,7 @@ def make_plan(
             "compressor rows": geometry.slot_bytes(),
         },
         fits=_fits(roomy, config, contexts, free),
-        advice=[] if settings else refused or _advice(subject, gpu_bytes, choices, roomy),
+        advice=[] if settings else refused or _advice(subject, gpu_bytes, choices, roomy, gpu),
         experts=experts,
         times=times,
     )
@@ -247,7 +247,7 @@ def most_sequences(geometry: Geometry, context: int, free: int) -> int:
 
 
 def _advice(
-    subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, roomy: Settings
+    subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, roomy: Settings, gpu: str
 ) -> list[str]:
     """What would let the engine start: each option is tried on its own, limited to what this
     version supports."""
@@ -256,7 +256,7 @@ def _advice(
     if free < 0:
         advice.append(
             f"weights and a step alone miss {size_text(-free)}; several GPUs can share them: "
-            f"dsv4 plan {subject.name} --gpus 2"
+            f"dsv4 plan {subject.name} --gpus 2 --gpu {gpu}"
         )
     else:
         state = _state_bytes(roomy, config)

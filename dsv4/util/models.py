@@ -22,14 +22,14 @@ def model_folder(name: str, *others: str) -> Path:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     if not is_folder:
+        names = [*others, *sorted(p.name for p in BUILTIN_MODELS.iterdir() if p.is_dir())]
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
             local = name.split("/")[1]
             raise CheckpointError(
                 f"{name!r} is no folder here. If it is a name on the Hugging Face Hub, download it "
                 f"first (pip install huggingface_hub; hf download {name} --local-dir {local}), "
-                f"then give the folder: {local}"
+                f"then give the folder: {local}; or give one of: {', '.join(names)}"
             )
-        names = [*others, *sorted(p.name for p in BUILTIN_MODELS.iterdir() if p.is_dir())]
         raise CheckpointError(
             f"{name!r} is neither a folder nor an embedded model; expected a folder with "
             f"config.json and safetensors files, or one of: {', '.join(names)}"

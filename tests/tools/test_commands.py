@@ -94,6 +94,8 @@ def test_what_a_plan_is_for_is_named() -> None:
     for arguments, named in (
         (("--memory", "180"), "one H200 of 180 GB"),
         (("--gpu", "rtx-pro-6000"), "one RTX PRO 6000 of "),
+        (("--gpu", "RTX PRO 6000"), "one RTX PRO 6000 of "),  # as the README's table has it
+        (("--gpu", "a100", "--weights", "bf16"), "dsv4 plan flash --gpus 2 --gpu a100"),
         (("--gpus", "2", "--users", "4", "--context", "100000"), "x 100,000"),
     ):
         assert named in run("plan", "flash", *arguments).stdout
@@ -105,6 +107,7 @@ def test_what_a_plan_is_for_is_named() -> None:
     ("arguments", "words"),
     [
         (("flsh",), "one of: flash, pro, tiny"),
+        (("deepseek-ai/DeepSeek-V4-Flash",), "one of: flash, pro, tiny"),  # no download to plan
         (("flash", "--memory", "0"), "--memory"),
         (("flash", "--memory", "inf"), "--memory"),
         (("flash", "--context", "4096", "--context", "2000000"), "the model's limit is 1048576"),

@@ -83,7 +83,8 @@ def measured_rates(found: MeasuredGpu) -> GpuRates:
 
 
 def gpu_rates(name: str, option: str = "gpu") -> GpuRates:
-    """`name`: a key of `GPUS`, or `here`."""
+    """`name`: a key of `GPUS` in any case ("RTX PRO 6000"), or `here`."""
+    name = name.lower().replace(" ", "-")
     if name == HERE:
         found = list(load_measured().values())
         if not found:
