@@ -1,5 +1,6 @@
 """The `dsv4` command: parses arguments and prints results; `tools` does the work."""
 
+import io
 import logging
 import sys
 
@@ -66,6 +67,9 @@ def options(
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no boxes, or no Chinese
     try:
         app(prog_name="dsv4")
     except Dsv4Error as error:

@@ -97,6 +97,14 @@ def test_the_embedded_model_is_no_shape(cli: Cli) -> None:  # noqa: F811
     assert "tiny is a model, not a shape" in result.err
 
 
+def test_a_terminal_without_boxes_shows_the_rest() -> None:
+    """Bars of the plan, or an answer in Chinese: no traceback in the middle of a table."""
+    result = run("plan", "tiny", PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "| left for state" in result.stdout
+    assert "times are predicted" in result.stdout
+
+
 def pipe(text: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(text.encode()))
 
