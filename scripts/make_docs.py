@@ -45,14 +45,13 @@ PROMPTS = "2026-11-18_h200_official_prompts.jsonl"
 COMPILED = max(path.name for path in RECORDS.glob("*_kernels_compiled.jsonl"))
 TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 
-# GPU, name for `plan --gpu`, GB (10^9 bytes; for an H200 as its driver reports them, else nominal),
-# GPU counts
+# GPU, name for `plan --gpu`, GPU counts
 GPUS = (
-    ("H200", "h200", 150, (1, 2, 4, 8)),
-    ("B200", "b200", 191, (1, 2, 4, 8)),
-    ("RTX PRO 6000", "rtx-pro-6000", 102, (1, 2, 4, 8)),
-    ("DGX Spark", "spark", 109, (1, 2, 4)),
-    ("A100 80 GB", "a100", 85, (1, 2, 4, 8)),
+    ("H200", "h200", (1, 2, 4, 8)),
+    ("B200", "b200", (1, 2, 4, 8)),
+    ("RTX PRO 6000", "rtx-pro-6000", (1, 2, 4, 8)),
+    ("DGX Spark", "spark", (1, 2, 4)),
+    ("A100 80 GB", "a100", (1, 2, 4, 8)),
 )
 
 
@@ -99,9 +98,9 @@ def several(model: str, count: int, gpu: str) -> str:
     return f"{text}, `{options}`" if options else text
 
 
-def one(model: str, gpu: str, gigabytes: int) -> str:
+def one(model: str, gpu: str) -> str:
     subject = planned_model(model, "official")
-    plan = make_plan(subject, gigabytes * 10**9, gpu=gpu)
+    plan = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu)
     if not plan.possible:
         return f"no: {sum(subject.groups.values()) / 1e9:,.0f} GB of weights"
     if plan.experts is None:
@@ -125,10 +124,10 @@ def measured_host_experts() -> Iterator[float]:
 
 def hardware_table() -> str:
     rows = []
-    for name, gpu, size, counts in GPUS:
+    for name, gpu, counts in GPUS:
         for n in counts:
             cells = (
-                one(model, gpu, size) if n == 1 else several(model, n, gpu)
+                one(model, gpu) if n == 1 else several(model, n, gpu)
                 for model in ("flash", "pro")
             )  # fmt: skip
             rows.append(f"| {n} x {name} | {' | '.join(cells)} |")
