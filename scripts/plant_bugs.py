@@ -10,7 +10,8 @@ A bug is one changed piece of text in a copy of the tree; the tests listed with 
 part of the suite that ought to notice. They run once on the unchanged copy, where they must pass,
 and then with the bug until the first failure. A test that hangs counts as noticing: every test has
 a time limit. The record is rewritten after every bug; each row names its commit. The exit code is
-1 if a bug survives, or if its text is no longer found exactly once (then it needs a new home).
+1 if a bug survives, or if its text is no longer found exactly once (then it needs a new home;
+`tests/test_structure.py` looks for that).
 """
 
 import argparse
@@ -64,7 +65,7 @@ OUTPUTS = ("tests/cli/test_cli.py", "-k", "outputs or full_disk or system or fol
 
 BUGS = (
     # --- found to survive before they had tests
-    Bug("room to grow", "dsv4/scheduler/scheduler.py",
+    Bug("room to grow", "dsv4/scheduler/home.py",
         "grown = len(sequence.token_ids) + PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]",
         "grown = len(sequence.token_ids)", SCHEDULER),
     Bug("head room of four-over-six", "dsv4/formats/nvfp4.py",
@@ -74,15 +75,14 @@ BUGS = (
         "keep = (before < s.top_p[i].double())", "keep = (before <= s.top_p[i].double())", SAMPLE),
     # --- hung before the engine noticed
     Bug("preemption of the wrong one", "dsv4/scheduler/scheduler.py",
-        "first.rank < self._running[-1].rank", "first.rank > self._running[-1].rank", SCHEDULER),
-    Bug("prefix key off by one", "dsv4/scheduler/scheduler.py",
+        "if sequence.rank < other.rank", "if sequence.rank > other.rank", SCHEDULER),
+    Bug("prefix key off by one", "dsv4/scheduler/home.py",
         "(len(sequence.token_ids) - 1) // SHARED_TOKENS",
         "len(sequence.token_ids) // SHARED_TOKENS", SCHEDULER),
     # --- scheduling and pages
     Bug("preemption starts with the lowest rank", "dsv4/scheduler/scheduler.py",
-        "            self._preempt(self._running[-1])\n\n",
-        "            self._preempt(self._running[0])\n\n", SCHEDULER),
-    Bug("pages of an unfinished prompt forgotten", "dsv4/scheduler/scheduler.py",
+        "self._preempt(here[-1])", "self._preempt(here[0])", SCHEDULER),
+    Bug("pages of an unfinished prompt forgotten", "dsv4/scheduler/home.py",
         "needed += max(len(known) - len(other.pages.columns[pool]), 0)", "needed += 0", SCHEDULER),
     Bug("a page let go while it is cached", "dsv4/cache/pages.py",
         "if self._cached[page] == 0 and self._references[page] == 0:",
@@ -230,13 +230,13 @@ MENDS = (
     Bug("no entry has been written yet", "dsv4/tools/doctor/cause.py",
         "if numbers.numel() == 0:", "if False:", DOCTOR),
     Bug("too small a topk is a wrong score", "dsv4/tools/doctor/plain/stations.py",
-        'judged_later=("topk",)', "", DOCTOR),
+        'judged_later=("to.topk",)', "", DOCTOR),
     Bug("doctor draws no tokens", "dsv4/cli/doctor.py",
         "found.ops += check_sampling(device)", "pass", DOCTOR),
     Bug("a crash ends doctor", "dsv4/cli/doctor.py",
         "as status, _surviving(found, what):", "as status:", DOCTOR),
     Bug("advice that does not help", "dsv4/tools/plan.py",
-        "if _settings(choices, config, _free(smaller, gpu_bytes)) is not None:", "if True:",
+        "if _settings(choices, config, left) is not None:", "if True:",
         ("tests/tools/test_plan.py", "-k", "advice")),
     Bug("plan forgets the context of users", "dsv4/cli/plan.py",
         "max_context=context[0] if users is not None and context else None,", "", CHECK),

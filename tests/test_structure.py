@@ -6,6 +6,7 @@ violation as well as to find none.
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -785,3 +786,11 @@ def test_the_torch_block_works() -> None:
     result = run_without_torch(["dsv4.engine"])
     assert result.returncode != 0
     assert "torch is blocked here" in result.stderr
+
+
+def test_every_planted_bug_has_its_text() -> None:
+    """Once in its file; else `scripts/plant_bugs.py` cannot plant it."""
+    facts = runpy.run_path(str(ROOT / "scripts" / "plant_bugs.py"))
+    bugs = [*facts["BUGS"], *facts["MENDS"]]
+    lost = [bug.name for bug in bugs if (ROOT / bug.file).read_text().count(bug.old) != 1]
+    assert not lost, f"give them the text that stands there now: {lost}"
