@@ -43,6 +43,8 @@ class Service:
         folder = model_folder(model)
         has_tokenizer = (folder / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+        if not has_tokenizer:
+            log.warning("%s has no tokenizer.json: only /v1/completions of token ids works", folder)
         self.options = options
         self.link = link
         self.names = options.names or (folder.resolve().name,)

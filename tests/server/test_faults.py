@@ -21,6 +21,7 @@ from dsv4.chat import Tokenizer
 from dsv4.cli import main
 from dsv4.server import run as server_run
 from dsv4.server.options import ServerOptions
+from dsv4.server.service import Service
 from dsv4.server.worker.wire import Channel
 from dsv4.util.models import model_folder
 from tests.server.support import ASK, PATIENCE_S, Server, in_background, wait_for
@@ -420,6 +421,15 @@ def test_a_server_that_shuts_down_reports_no_progress(monkeypatch: pytest.Monkey
         "tiny", {}, ServerOptions(port=0), lambda message: told.append(message["kind"])
     )
     assert told == ["plan"]
+
+
+def test_a_model_without_a_tokenizer_is_told_before_it_loads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not by the first request, minutes later."""
+    link: Any = SimpleNamespace(is_ready=False)
+    Service(str(tmp_path), ServerOptions(), link)
+    assert f"{tmp_path} has no tokenizer.json: only /v1/completions" in caplog.text
 
 
 def test_an_engine_that_is_left_while_it_loads_ends_quietly(
