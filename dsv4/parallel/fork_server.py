@@ -265,7 +265,7 @@ def _end_with(parent: int) -> None:
 
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client process decides when to end
-    with socket.socket(fileno=int(arguments[1])) as control, contextlib.suppress(BrokenPipeError):
+    with socket.socket(fileno=int(arguments[1])) as control, contextlib.suppress(ConnectionError):
         serve(control, arguments[2])
     return 0
 

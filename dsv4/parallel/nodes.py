@@ -286,7 +286,8 @@ def _reach(by: Joining, key: bytes, tell: Callable[[str], None]) -> socket.socke
                     f"{by.timeout:g} s ({error.strerror or error})"
                 ) from error
             if not said:
-                tell(f"waiting for the head at {shown(by.head)}")
+                why = error.strerror or error
+                tell(f"waiting {by.timeout:g} s for the head at {shown(by.head)} ({why})")
                 said = True
             time.sleep(RETRY_SECONDS)
 
