@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,22 +262,27 @@ def links() -> Iterator[list[Link]]:
         link.close()
 
 
-def with_head(port: int, work: Callable[[], None], seconds: float = 1.0) -> str:
-    """What a head that waits for two nodes says in the end, while `work` talks to it."""
-    head, said = Head(f"localhost:{port}", "1.0"), []
+def with_head(port: int, work: Callable[[], None]) -> str:
+    """What a head that waits for two nodes says in the end, while `work` talks to it. However long
+    that takes, its patience ends afterwards."""
+    head, said, later = Head(f"localhost:{port}", "1.0"), list[str](), [0.0]
 
     def wait() -> None:
         try:
-            head.wait(3, 1, seconds)
+            head.wait(3, 1, PATIENCE_S)
         except RankError as error:
             said.append(str(error))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        work()
-    finally:
-        thread.join()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0], sleep=time.sleep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "time", clock)
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            work()
+        finally:
+            later[0] = 2 * PATIENCE_S
+            thread.join()
     return said[0] if said else ""
 
 
@@ -311,7 +317,7 @@ def test_silent_connections_hold_up_nobody(port: int, links: list[Link], has_key
         assert links[-1].receive() == ({"kind": "ranks", "count": 1, "size": 0}, b"")
 
     # one after the other they took 30 s, or for ever
-    assert "node 1, 2 did not come" in with_head(port, work, 3.0)
+    assert "node 1, 2 did not come" in with_head(port, work)
 
 
 def test_a_connection_that_trickles_ends_in_time(
@@ -329,7 +335,7 @@ def test_a_connection_that_trickles_ends_in_time(
                     time.sleep(0.1)
                 raise AssertionError("it was never closed")
 
-    with_head(port, work, 1.0)
+    with_head(port, work)
     assert "the handshake was not finished within 0.4 s" in caplog.text
 
 
@@ -406,7 +412,7 @@ def test_a_rank_that_ends_while_others_are_waited_for(port: int, links: list[Lin
         assert failed is not None
         assert failed[0]["is_starting"]
 
-    said = with_head(port, work, PATIENCE_S)
+    said = with_head(port, work)
     assert said == "a rank of node 1 (process 4711) was ended by signal 9 (SIGKILL)"
 
 
@@ -428,7 +434,7 @@ def test_a_head_without_descriptors_goes_on(
         links[-1].send(HELLO)
         assert links[-1].receive() is not None
 
-    assert "node 1, 2 did not come" in with_head(port, work, 0.5)
+    assert "node 1, 2 did not come" in with_head(port, work)
     assert "a connection could not be accepted: [Errno 24] Too many open files" in caplog.text
 
 
@@ -443,7 +449,7 @@ def test_a_broken_link_is_noticed_soon(port: int, links: list[Link]) -> None:
             assert found == 15_000
         assert connection.gettimeout() is None
 
-    with_head(port, work, 0.3)
+    with_head(port, work)
 
 
 def test_a_link_that_timed_out_has_ended() -> None:
@@ -480,20 +486,19 @@ def test_nodes_that_are_refused(
         assert answer[0]["kind"] == "refused"
         assert words in answer[0]["error"]
 
-    with_head(port, work, 0.3)
+    with_head(port, work)
 
 
 def test_a_number_that_is_taken(port: int, links: list[Link]) -> None:
     def work() -> None:
-        for _ in range(2):
+        for _ in range(2):  # one after the other: each is greeted on a thread
             links.append(Link(connect_to(("localhost", port), KEY.encode())))
             links[-1].send(HELLO)
-        assert links[0].receive() is not None
-        answer = links[1].receive()
-        assert answer is not None
+            answer = links[-1].receive()
+            assert answer is not None
         assert "node 1 is here already" in answer[0]["error"]
 
-    with_head(port, work, 0.3)
+    with_head(port, work)
 
 
 def test_two_machines_with_one_number(port: int, links: list[Link]) -> None:
@@ -507,7 +512,7 @@ def test_two_machines_with_one_number(port: int, links: list[Link]) -> None:
         with pytest.raises(OptionError, match="node 1 is here already; give each machine its own"):
             nodes.join(second, lambda text: None)
 
-    with_head(port, work, 0.3)
+    with_head(port, work)
 
 
 def test_a_rank_in_a_place_that_is_taken_or_none(port: int, links: list[Link]) -> None:
