@@ -85,7 +85,8 @@ class RemoteNode:
                     self._hear(found[0])
                     self.changed.notify_all()
         except (OSError, RankError, KeyError, TypeError, ValueError) as error:
-            log.warning("node %d sent what is no message: %r", self.number, error)
+            if not isinstance(error, OSError):  # such a link was closed here, or cut
+                log.warning("node %d sent what is no message: %r", self.number, error)
             self.link.close()
         with self.changed:
             self.is_gone = True

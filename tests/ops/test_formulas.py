@@ -548,6 +548,8 @@ def test_index_select_takes_the_best_with_ties_to_the_lower_entry() -> None:
     assert found == expected
     assert index_select(scores, 3).tolist()[0] == [1, 2, 3]
     assert index_select(scores, 100).shape == (5, 6)
+    for rows, entries in ((0, 6), (3, 0), (0, 0), (20, 0)):
+        assert index_select(torch.zeros(rows, entries), 3).shape == (rows, min(3, entries))
 
 
 def sorted_with_missing_last(row: list[int]) -> list[int]:

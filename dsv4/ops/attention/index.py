@@ -151,5 +151,5 @@ def index_select(scores: Tensor, topk: int) -> Tensor:
     check(scores.dim() == 2, SELECT.name, lambda: f"scores has shape {tuple(scores.shape)}")
     check(topk > 0, SELECT.name, lambda: f"topk is {topk}, expected at least 1")
     if scores.numel() == 0:
-        return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
+        return scores.new_empty(scores.shape[0], min(topk, scores.shape[1]), dtype=torch.int64)
     return SELECT(scores.device, scores=scores, topk=topk)

@@ -154,7 +154,7 @@ def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format:
 
 def index_select(scores: Tensor, topk: int) -> Tensor:
     rows = scores.numpy()
-    if len(rows) > ROW_TILE or np.isnan(rows.max()):
+    if len(rows) > ROW_TILE or np.isnan(rows).any():
         return index_select_reference(scores, topk)
     kept = np.full((len(rows), min(topk, rows.shape[1])), -1)
     for row, own in zip(rows, kept, strict=True):
