@@ -17,6 +17,7 @@ holds are read.
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -130,16 +131,16 @@ class Replaced:
             self.table[seed * LONGEST :][: len(drafts)] = torch.tensor(drafts)
 
 
-def requests(batch: int, tokens: int, vocab_size: int) -> list[Request]:
+def requests(batch: int, tokens: int, vocab_size: int, round_: int = 0) -> list[Request]:
     params = SamplingParams(max_tokens=tokens, temperature=1.0, top_p=0.95, stop_ids=())
-    rng = random.Random(3)
+    rng = random.Random(3 + round_)
     return [
         Request(
             str(number),
             tuple(rng.choices(range(vocab_size), k=PROMPT if batch < MANY else PROMPT // 4)),
             replace(params, seed=number),
         )
-        for number in range(batch)
+        for number in range(round_ * batch, (round_ + 1) * batch)
     ]
 
 
@@ -259,7 +260,8 @@ class Trial:
         self.facts |= overlap
         self.lines: list[dict[str, Any]] = [{"run": run_facts()}]
         self.plain: dict[int, tuple[dict[str, list[int]], float]] = {}
-        self.all_same, self.drafts = True, Replaced(max(self.batches), self.device)
+        self.all_same = True
+        self.drafts = Replaced(max(self.batches) * args.rounds, self.device)
 
     def engine(self, draft: str, draft_tokens: int | None = None) -> Engine:
         choices = {
@@ -270,9 +272,16 @@ class Trial:
         block = None if draft == "off" else self.block
         return make_engine(replace(self.loaded, draft=block), choices, 12 * 10**9)
 
-    def requests(self, batch: int, tokens: int | None = None) -> list[Request]:
+    def requests(self, batch: int, tokens: int | None = None, round_: int = 0) -> list[Request]:
         most = (tokens or self.args.tokens) // max(1, min(batch // 16, 4))
-        return requests(batch, most, self.config.vocab_size)
+        return requests(batch, most, self.config.vocab_size, round_)
+
+    def run_rounds(self, engine: Engine, batch: int) -> tuple[dict[str, list[int]], float, float]:
+        """Several times other requests, since draws of few tokens vary."""
+        found = [run(engine, self.requests(batch, None, n)) for n in range(self.args.rounds)]
+        answers = {name: ids for each, _, _ in found for name, ids in each.items()}
+        ms, tokens = zip(*(numbers for _, *numbers in found), strict=True)
+        return answers, statistics.mean(ms), statistics.harmonic_mean(tokens)
 
     def tell(self, **result: Any) -> None:
         self.lines.append({"result": {**self.facts, **result}})
@@ -286,7 +295,7 @@ class Trial:
         engine = self.engine("off")
         for batch in self.batches:
             run(engine, self.requests(batch, LEARNED))
-            truth, ms, _ = run(engine, self.requests(batch))
+            truth, ms, _ = self.run_rounds(engine, batch)
             self.plain[batch] = truth, ms
             self.tell(draft="off", batch=batch, ms_per_token=round(ms, 4))
         engine.close()
@@ -312,13 +321,13 @@ class Trial:
     ) -> dict[int, float]:
         drafting, (truth, plain) = engine._drafting, self.plain[batch]
         assert drafting is not None
-        wanted = self.requests(batch)
+        wanted = [r for n in range(self.args.rounds) for r in self.requests(batch, None, n)]
         self.drafts.fill(wanted, truth, acceptance, self.config.vocab_size)
         forget(drafting)
         run(engine, self.requests(batch, LEARNED))  # learns what steps cost
         before = engine.stats()
         forget(drafting)
-        answers, ms, tokens = run(engine, wanted)
+        answers, ms, tokens = self.run_rounds(engine, batch)
         after, same = engine.stats(), answers == truth
         self.all_same &= same
         self.tell(
@@ -340,6 +349,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=int, default=384, help="of each answer; fewer from batch 32"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="of answers, to average")
     parser.add_argument("--acceptance", default="0.6,0.7,0.8")
     parser.add_argument("--drafter", default="mtp", choices=("mtp", "dspark"))
     parser.add_argument("--draft-tokens", default="1,3,5")

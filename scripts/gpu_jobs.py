@@ -107,7 +107,9 @@ def drafts(place: Place) -> list[list[Job]]:
     one = ["--batch", "1", "--experts", "9.7", "--acceptance", "0.6,0.7,0.8,0.0"]
     many = ["--batch", "8,32,128", "--acceptance", "0.0"]
     common = ["--own-layers", "12", "--drafter", "mtp", "--draft-tokens", "5"]
-    if place.small:
+    if not place.small:
+        one += ["--tokens", "800", "--rounds", "4"]
+    else:
         one[3], many[1] = "3", "2,4"
         common = [*TRIAL, "--drafter", "mtp", "--draft-tokens", "5", "--tokens", "20"]
     stages = []

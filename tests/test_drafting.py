@@ -38,8 +38,9 @@ from dsv4.runner.load import LoadedModel, load_model, prepare
 from dsv4.runner.plan import DraftPart
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import resolve
+from dsv4.scheduler.acceptance import Acceptance
 from dsv4.scheduler.drafters import Given, Lookup
-from dsv4.scheduler.drafts import Acceptance, Drafting, StepTimes, num_worth
+from dsv4.scheduler.drafts import Drafting, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
 from dsv4.server.metrics import EngineMetrics
 from dsv4.server.worker.wire import output_from_wire, output_to_wire
@@ -245,16 +246,35 @@ def test_rows_drawn_together_on_padded_steps(option: str, monkeypatch: pytest.Mo
     assert stats.num_drafted > stats.num_accepted > 0
 
 
+class WholeSteps:
+    """In place of graphs: whole verify steps run like these, other parts as without graphs."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.num_runs = runner, 0
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, DraftPart) and key.kind == "whole step"
+
+    def run(self, key: DraftPart) -> None:
+        self.num_runs += 1
+        self.runner._run_once(key)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_do_not_depend_on_where_rows_are_drawn(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row by row by the host, or at once on padded steps as on a GPU: the same drafts follow."""
+    """Row by row by the host, at once on padded steps as on a GPU, or there as whole steps before
+    the host knows any token: the same drafts follow."""
     given: list[list[tuple[int, list[int]]]] = []
-    for on_device in (False, True):
-        monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", on_device)
+    for how in ("rows", "parts", "whole"):
+        monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", how != "rows")
         engine = make_engine(kind, 2)
-        engine._runner.buffers.pads = on_device
+        engine._runner.buffers.pads = how != "rows"
+        whole = WholeSteps(engine._runner)
+        if how == "whole":
+            monkeypatch.setattr(engine._runner, "_graphs", whole)
+            monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
         given.append([])
 
         class Noted(Given):
@@ -267,7 +287,12 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
         for option in ("seeded", "penalties"):
             check(engine, option)
         assert engine.stats().num_drafted > 0
+        # without chances of drafts: with them the host chooses
+        assert (whole.num_runs > 0) == (how == "whole" and kind == "mtp")
     assert given[0] == given[1]
+    # steps ahead of the host end elsewhere, so fewer drafts are told
+    assert len(given[2]) > len(given[0]) // 2
+    assert all(drafts in given[0] for drafts in given[2])
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -638,14 +663,14 @@ def test_numbers_that_are_none_switch_drafting_off(
 def test_numbers_that_are_none_on_a_gpu_switch_drafting_off(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There no draw raises: it gives some token, and a norm that is NaN. Steps run ahead."""
+    """There no draw raises: it gives no token, and a norm that is NaN. Steps run ahead."""
     real, num_drawn = dsv4.runner.drafts.device.sample, 0
 
     def drawn(logits: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal num_drawn
         num_drawn += 1
         tokens, norms = real(logits, inputs)
-        return (tokens, norms) if num_drawn < 12 else (tokens * 0, norms * float("nan"))
+        return (tokens, norms) if num_drawn < 12 else (tokens * 0 - 1, norms * float("nan"))
 
     monkeypatch.setattr(dsv4.runner.drafts.device, "sample", drawn)
     monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", True)
@@ -771,31 +796,35 @@ def test_no_choice_is_predicted_to_be_slower_than_plain_steps() -> None:
 
 
 def simulate(
-    hit: float, plain_ms: float, draft_ms: float, row_ms: float, tokens: int, slow: int = 0
-) -> float:
-    """Time of an answer against plain decoding, by a drafter that is right with a chance. The first
-    `slow` steps with drafts take five times as long."""
-    rng, given, drafting = random.Random(1), Given(), Drafting(5, 100, learns=True)
-    drafting._make = lambda sequence: given
-    sequence = SequenceState(Request("a", (1, 2, 3), SamplingParams(max_tokens=tokens)), 0)
+    hit: float, plain_ms: float, draft_ms: float, row_ms: float, tokens: int, slow: int = 0,
+    count: int = 1,
+) -> float:  # fmt: skip
+    """Time of `count` answers against plain decoding, by drafters that are right with a chance. The
+    first `slow` steps with drafts take five times as long."""
+    rng, drafting = random.Random(1), Drafting(5, 100, learns=True, make=Given)
+    params = SamplingParams(max_tokens=tokens)
+    every = [SequenceState(Request(str(n), (1, 2, 3), params), n) for n in range(count)]
     total, made = 0.0, 0
-    while made < tokens:
-        drafts = drafting.propose([(sequence, 7)])[0]
-        plain = drafting.rests
-        accepted = next((i for i in range(len(drafts)) if rng.random() >= hit), len(drafts))
-        sequence.token_ids += [1] * (accepted + 1)
-        ms = plain_ms if plain else plain_ms + draft_ms + row_ms * len(drafts)
+    while made < count * tokens:
+        found = drafting.propose([(sequence, 7) for sequence in every])
+        plain, num_drafts, before = drafting.rests, sum(map(len, found)), made
+        for sequence, drafts in zip(every, found, strict=True):
+            accepted = next((i for i in range(len(drafts)) if rng.random() >= hit), len(drafts))
+            sequence.token_ids += [1] * (accepted + 1)
+            made += accepted + 1
+            drafting.observe(sequence, len(drafts), accepted)
+        ms = plain_ms if plain else plain_ms + draft_ms + row_ms * num_drafts
         ms *= rng.uniform(0.95, 1.05)
         if not plain and slow:
             ms, slow = 5 * ms, slow - 1
-        drafting.observe(sequence, len(drafts), accepted)
-        drafting.time_step([sequence], 1 + len(drafts), 1 + accepted, ms, plain=plain)
+        drafting.time_step(every, count + num_drafts, made - before, ms, plain=plain)
         if plain:
-            drafting.pass_step([sequence])
+            drafting.pass_step(every)
         else:
-            given.give(len(sequence.token_ids), [1] * 5)
-        total, made = total + ms, made + 1 + accepted
-    return total / (made * plain_ms)
+            for sequence in every:
+                drafting.give(sequence, [1] * 5, ())
+        total += ms
+    return total * count / (made * plain_ms)
 
 
 @pytest.mark.parametrize("costs", [(4.7, 0.8, 0.9), (11.5, 0.4, 2.5), (26.7, 1.0, 0.5)])
@@ -805,6 +834,14 @@ def test_drafts_that_never_hit_cost_little(costs: tuple[float, float, float]) ->
     assert simulate(0.0, *costs, tokens=384) < 1.02
     for hit in (0.3, 0.5):
         assert simulate(hit, *costs, tokens=6_000) < 1.015
+
+
+@pytest.mark.parametrize(("count", "costs"), [(8, (10.9, 0.6, 0.25)), (32, (27.7, 1.5, 0.3))])
+def test_many_sequences_learn_from_each_other(
+    count: int, costs: tuple[float, float, float]
+) -> None:
+    assert simulate(0.0, *costs, tokens=192, count=count) < 1.01
+    assert simulate(0.9, *costs, tokens=192, count=count) < 0.95
 
 
 def test_drafts_that_hit_pay() -> None:
@@ -917,16 +954,13 @@ def test_a_batch_larger_than_those_measured_is_judged() -> None:
         assert drafting._gain < 1
 
 
-def test_auto_takes_the_blocks_that_have_run() -> None:
-    """DSpark has not run on a GPU since steps run ahead of the host."""
-    own = {"mtp": ("mtp", "mtp", "mtp"), "dspark": ("dspark", "lookup", "dspark")}
-    for kind, wanted in own.items():
+def test_auto_takes_the_checkpoints_own_blocks() -> None:
+    for kind in KINDS:
         config = replace(quick_config(), num_draft_layers=3, draft_kind=kind)
-        cases = (("auto", "cpu"), ("auto", "cuda"), (kind, "cuda"))
-        for (draft, device), name in zip(cases, wanted, strict=True):
+        for draft, device in itertools.product(("auto", kind), ("cpu", "cuda")):
             choices = EngineConfig(draft=draft, device=device)
             found = resolve(choices, config, has_gpu=device == "cuda", memory_bytes=2**34)
-            assert found.draft == name, (kind, draft, device)
+            assert found.draft == kind, (draft, device)
 
 
 def test_options() -> None:

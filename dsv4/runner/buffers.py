@@ -20,6 +20,7 @@ from dsv4.ops.kv.begin_step import SlotTables
 from dsv4.ops.sample.accept import Sampled
 from dsv4.ops.sample.draft_rows import MOST_DRAFTS, DraftRows
 from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
+from dsv4.ops.sample.verify import PLACES
 from dsv4.runner.step.line import ALIGNED, REAL, WHOLE, sampling_line, step_line
 from dsv4.runner.step.shape import StepShape, batch_sizes, context_sizes, token_sizes
 
@@ -89,12 +90,13 @@ class VerifyBuffers:
 
         self.told = ints(3, -(-max_sequences // ALIGNED) * ALIGNED)  # read by the host in one copy
         starts, ends, self.counts = (part[:max_sequences] for part in self.told)
+        self.follows = ints(3 + PLACES, self.told.shape[1])  # rows aligned
         self.rows = DraftRows(ints(rows), ints(rows), ints(rows), ints(max_sequences), starts, ends)
         self.lengths = ints(max_sequences)
         self.drafts = ints(max_sequences, MOST_DRAFTS).fill_(-1)
         self.unused = ints(max_sequences)
         self.logits = torch.zeros(rows, vocab_size, device=device)
-        self.sampled = ints(rows)
+        self.sampled, self.nowhere = ints(rows), ints(rows).fill_(-1)
         self.chosen, self.norms = (torch.zeros(rows, device=device) for _ in range(2))
 
     def laid_out(self, shape: StepShape) -> DraftRows:
@@ -337,8 +339,7 @@ class StepBuffers:
     def row_settings(self, shape: StepShape, batch: Ragged) -> SampleInputs:
         """The settings of a verify step's sequences, repeated for each of their rows."""
         given = self.repeated_sampling(shape.sequences, batch.seq_idx)
-        slots = torch.where(batch.positions < 0, -1, given.slots)
-        return replace(given, positions=batch.positions + 1, slots=slots)
+        return replace(given, positions=batch.positions + 1)
 
     def results(self, rows: int) -> Sampled:
         return Sampled(

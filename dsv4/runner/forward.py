@@ -87,15 +87,16 @@ def sample_verified(buffers: StepBuffers, shape: StepShape) -> None:
     batch, rows = inputs.batch, shape.tokens
     logits, settings = verify.logits[:rows], buffers.row_settings(shape, batch)
     tokens, norms = sample(logits, settings)
-    nowhere = torch.full_like(settings.slots, -1)  # `verify` tells slots their newest token
     target = Sampled(
         buffers.newest, verify.sampled[:rows], verify.chosen[:rows], verify.norms[:rows], None
     )
-    accept(tokens, logits, norms, nowhere, settings.flags, target)
+    # `verify` tells slots their newest token
+    accept(tokens, logits, norms, verify.nowhere[:rows], settings.flags, target)
     count_drafts(DrawnRows(
         tokens=verify.sampled[:rows], inputs=at.token_ids[:rows], first_rows=at.first_rows,
         starts=at.starts, ends=at.ends, slots=batch.slots, width=shape.width,
         counts=verify.counts[: shape.sequences], newest=buffers.newest, lengths=verify.lengths,
+        follows=verify.follows[:, : shape.sequences],
     ))  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     )
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
-    draft, damage = find_draft(checkpoint, folder, config, choices, gpu=gpu is not None)
+    draft, damage = find_draft(checkpoint, folder, config, choices)
     layout = sizes.layout(choice.tp, choice.pp, choices)
     stages: Sequence[StageMemory] = ()
     experts = None

@@ -202,7 +202,7 @@ def resolve(
         ops=choices.ops,
         expert_profile=choices.expert_profile,
         homes=homes,
-        **_drafting(choices, config, on_gpu=on_gpu),
+        **_drafting(choices, config),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
 
@@ -223,16 +223,14 @@ def _chunk(choices: EngineConfig, context: int, default: int) -> int:
 
 
 DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 3}  # dspark: its block
-UNTRIED_ON_GPU = "dspark"  # on a GPU: since steps run ahead of the host it has run on a CPU only
 
 
-def _drafting(choices: EngineConfig, config: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
     """The drafter; `auto`: the checkpoint's own, or lookup. Whether drafts pay off is measured at
     run time (dsv4/scheduler/drafts.py)."""
     name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
     if is_auto := name == "auto":
-        own = "" if on_gpu and has == UNTRIED_ON_GPU else has
-        name = "off" if choices.world > 1 else own or "lookup"
+        name = "off" if choices.world > 1 else has or "lookup"
     if name in ("mtp", "dspark") and has != name:
         found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"
         use = f"{has}, lookup" if has else "lookup"

@@ -51,14 +51,14 @@ class Given:
         self.chances: Sequence[float] = ()  # of each, if those before are right; empty: unknown
 
     def give(self, length: int, drafts: list[int], chances: Sequence[float] = ()) -> None:
-        """Set the drafts that follow the first `length` tokens; the first is -1 if the block's
-        logits were NaN."""
+        """Set the drafts that follow the first `length` tokens; -1 where the block's logits were
+        NaN."""
         self._at, self._drafts, self.chances = length, drafts, chances
 
     @property
     def was_nan(self) -> bool:
         """Whether the newest drafts were NaN."""
-        return self._drafts[:1] == [-1]
+        return -1 in self._drafts
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         return self._drafts[:most] if len(tokens) == self._at else []

@@ -12,20 +12,18 @@ rest is twice as long as the last one if drafts did not pay off in between.
 
 import itertools
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.errors import KernelError
+from dsv4.scheduler.acceptance import Acceptance
 from dsv4.scheduler.drafters import Drafter, Given, Lookup
 from dsv4.scheduler.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
-PRIOR, PRIOR_WEIGHT = 0.7, 5  # acceptance of a place before anything is known; worth observations
-FORGET = 0.04  # weight of the newest observation, once there are many
 REST_AFTER = 4  # steps in a row without a draft worth its cost
 REST_STEPS, LONGEST_REST = 512, 4096
 LEARN_STEPS = 8  # plain ones, if their cost is unknown
@@ -35,38 +33,6 @@ LEAST_GAIN = 0.88, 0.95  # in tokens per ms relative to plain decoding: at first
 TRIES = 2  # measurements of a row count before its cost counts as known
 JUDGED_AFTER = 16  # steps with drafts: the first ones are slow for other reasons too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
-
-
-class Acceptance:
-    """How often a sequence's drafts were right, by place, given that those before were. If a
-    drafter reports chances itself, they are scaled by how they turned out."""
-
-    def __init__(self, places: int) -> None:
-        self._rates, self._num_seen = [PRIOR] * places, [PRIOR_WEIGHT] * places
-        self._told = [PRIOR] * places  # the chances the drafter reported, on average
-        self._proposed: Sequence[float] = ()
-
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        for place in range(min(num_drafts, num_accepted + 1)):
-            right = place < num_accepted
-            self._num_seen[place] += 1
-            weight = max(FORGET, 1 / self._num_seen[place])  # at first, a mean
-            self._rates[place] += weight * (right - self._rates[place])
-            if place < len(self._proposed):
-                self._told[place] += weight * (self._proposed[place] - self._told[place])
-
-    def expected(self, num_drafts: int) -> list[float]:
-        """The chance that each draft is accepted, before they are made."""
-        return list(itertools.accumulate(self._rates[:num_drafts], operator.mul))
-
-    def survival(self, num_drafts: int, chances: Sequence[float] = ()) -> list[float]:
-        """The chance that each draft is accepted."""
-        self._proposed = chances[:num_drafts]
-        rates = self._rates[:num_drafts]
-        for place, chance in enumerate(self._proposed):
-            scale = rates[place] / max(self._told[place], 0.01)
-            rates[place] = min(chance * scale, 1.0)
-        return list(itertools.accumulate(rates, operator.mul))
 
 
 class StepTimes:
@@ -176,6 +142,7 @@ class Drafting:
         until one has something."""
         self._allow, self._room, self._learns, self._peeks = allow, room, learns, peeks
         self.stats = DraftStats(accepted_by_place=[0] * most)
+        self._all = Acceptance.of_all(most)  # of the batch's sequences
         self.times = StepTimes()  # of steps with drafts, including making the next ones
         self.plain = StepTimes()  # of steps during a rest
         self._most, self._vocab_size, self._make = most, vocab_size, make
@@ -225,8 +192,11 @@ class Drafting:
             self._rest = LEARN_STEPS if limit else REST_STEPS
             return nothing
         found = [self._of(sequence, min(most, limit)) for sequence, most in wanted]
+        others = self._others(len(wanted))
         chances = [
-            sequence.acceptance.survival(len(drafts), getattr(sequence.drafter, "chances", ()))
+            sequence.acceptance.survival(
+                len(drafts), getattr(sequence.drafter, "chances", ()), others
+            )
             if sequence.acceptance is not None
             else []
             for (sequence, _), drafts in zip(wanted, found, strict=True)
@@ -250,7 +220,8 @@ class Drafting:
             return 0
         if not self.judges:
             return self._most if all_or_none else limit
-        survivals = [self._acceptance(s).expected(limit) for s in sequences if s.may_draft]
+        others = self._others(len(sequences))
+        survivals = [self._acceptance(s).expected(limit, others) for s in sequences if s.may_draft]
         survivals += [[] for s in sequences if not s.may_draft]
         most = max(num_worth(survivals, self._cost(len(sequences))), default=0)
         return self._most if most and all_or_none else most
@@ -262,6 +233,12 @@ class Drafting:
             plain if rows == num_sequences and plain is not None else self.times.at(rows)
         )
 
+    def _others(self, num_sequences: int) -> Acceptance | None:
+        if num_sequences > 1:
+            return self._all
+        self._all = Acceptance.of_all(self._most)  # alone, a sequence decides for itself
+        return None
+
     def _acceptance(self, sequence: SequenceState) -> Acceptance:
         if sequence.acceptance is None:
             sequence.acceptance = Acceptance(self._most)
@@ -272,6 +249,7 @@ class Drafting:
             self._next_rest = REST_STEPS
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._num_idle, self._num_paid, self._gain = 0, 0, 1.0
+        self._all = Acceptance.of_all(self._most)
         self.times = StepTimes()  # measured again afterwards: a slow step may have been chance
         for sequence in sequences:
             sequence.acceptance = None
@@ -359,6 +337,7 @@ class Drafting:
         stats.num_accepted += num_accepted
         for place in range(num_accepted):
             stats.accepted_by_place[place] += 1
+        self._all.observe(num_drafts, num_accepted)
         if sequence.acceptance is not None:
             sequence.acceptance.observe(num_drafts, num_accepted)
         few = stats.accepted_by_place[0] < FEW_ACCEPTED * stats.num_drafts

@@ -9,8 +9,8 @@ from dsv4.cache.prefix import block_keys
 from dsv4.request import Request, TokenLogprobs
 
 if TYPE_CHECKING:
+    from dsv4.scheduler.acceptance import Acceptance
     from dsv4.scheduler.drafters import Drafter
-    from dsv4.scheduler.drafts import Acceptance
 
 
 @dataclass(eq=False)

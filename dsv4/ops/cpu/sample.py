@@ -24,6 +24,9 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     filtered = zip(inputs.top_k.tolist(), inputs.top_p.tolist(), inputs.min_p.tolist(), strict=True)
     for i, (raw, (top_k, top_p, min_p)) in enumerate(zip(logits, filtered, strict=True)):
         norms[i] = torch.logsumexp(raw, dim=0)
+        if not norms[i].isfinite():
+            tokens[i] = -1
+            continue
         row = _adjusted(raw, inputs, i)
         if i not in noise:
             tokens[i] = int(row.numpy().argmax())

@@ -29,6 +29,7 @@ class Sampled:
 def accept_reference(
     tokens: Tensor, logits: Tensor, norms: Tensor, slots: Tensor, flags: Tensor, target: Sampled
 ) -> None:
+    tokens = tokens.clamp(min=0)  # -1: no finite sum
     target.tokens.copy_(tokens)
     target.chosen.copy_(logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - norms)
     target.norms.copy_(norms)

@@ -5,17 +5,20 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import device_reason, launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, device_reason
+from dsv4.ops.sample.sample_triton import EARLY_ROWS
 
 
 @triton.jit
 def _accept_kernel(
     tokens, logits, norms, slots, flags, newest, out, chosen, out_norms, seen, size,
-    COUNTS: tl.constexpr
+    COUNTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
-    token = tl.minimum(tl.maximum(token, 0), size - 1)  # a row of NaN may have no best one
+    token = tl.minimum(tl.maximum(token, 0), size - 1)  # -1: no finite sum
     tl.store(out + row, token)
     norm = tl.load(norms + row)
     tl.store(out_norms + row, norm)
@@ -42,5 +45,6 @@ def run(tokens, logits, norms, slots, flags, target) -> None:
     _accept_kernel[(tokens.shape[0],)](
         tokens, logits, norms, slots, flags, target.newest, target.tokens, target.chosen,
         target.norms, target.tokens if target.seen is None else target.seen, logits.shape[1],
-        COUNTS=target.seen is not None, **launch_options(1),
+        COUNTS=target.seen is not None,
+        **dependent_options(tokens.device, 1, early=tokens.shape[0] <= EARLY_ROWS),
     )  # fmt: skip

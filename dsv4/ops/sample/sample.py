@@ -9,7 +9,8 @@ position. Temperature 0 takes the largest logit. Ties go to the lower id everywh
 Vocabulary-sized inputs belong to a sequence's slot and are read only by rows whose flags require
 them, so a request's options cost the others nothing.
 
-Log-probabilities are the model's own, from the unmodified logits; NaN, of any token, if these have.
+Log-probabilities are the model's own, from the unmodified logits. If a row's sum is no finite
+number, neither is any log-probability, and the token is -1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -92,7 +93,7 @@ def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tens
         if drawn[i]:
             row = row / inputs.temperature[i]
             row = torch.where(_kept(row, inputs, i), row + next(noise), float("-inf"))
-        tokens[i] = row.argmax()  # the first of equal ones
+        tokens[i] = row.argmax() if norms[i].isfinite() else -1  # the first of equal ones
     return tokens, norms
 
 
@@ -139,8 +140,8 @@ OP = Op("sample", sample_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.sample"
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
-    """fp32 `[rows, vocabulary]` -> token ids `[rows]`, and the log-sum-exp of each row `[rows]`,
-    which turns logits into log-probabilities."""
+    """fp32 `[rows, vocabulary]` -> token ids `[rows]`, -1 for a row without a finite sum, and the
+    log-sum-exp of each row `[rows]`, which turns logits into log-probabilities."""
     check(
         logits.dtype == torch.float32 and logits.dim() == 2,
         OP.name,

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, device_reason, interpreting
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.sample import filter_triton as ft
 
@@ -23,6 +24,7 @@ CANDIDATES = 256  # most per chunk
 SOME_CANDIDATES = 64  # per chunk: a row then has a few thousand
 FEW_CANDIDATES = 256  # what a row usually has
 PROGRAMS = 528  # that search for candidates
+EARLY_ROWS = 8  # up to here launches start before the one before them is complete
 
 
 @triton.jit
@@ -34,10 +36,11 @@ def _exp_below(x, top, ASM: tl.constexpr):
 @triton.jit
 def _stats_kernel(
     logits, stats, parts, temperature, o, size, num_chunks, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Largest logit and sum of exponentials of a chunk, unmodified and adjusted; the latter also
     for each of its parts."""
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -132,8 +135,10 @@ def _bound(
 def _candidates_kernel(
     logits, stats, parts, found, temperature, top_k, top_p, o, size, num_chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The candidates of some chunks, in id order."""
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
@@ -165,9 +170,10 @@ def _candidates_kernel(
 def _filter_kernel(
     logits, stats, limits, found, temperature, top_k, top_p, o, size, num_chunks,
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, SOME: tl.constexpr, FEW: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`limits` (int64, 2 per row): the key of the last token that passes; its largest id."""
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     threshold = tl.zeros((), tl.uint32)
@@ -238,8 +244,10 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
 def _draw_kernel(
     logits, stats, limits, best_value, best_id, temperature, min_p, o, seeds, positions, size,
     num_chunks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The best token of a chunk; last chunks first, since they are still in the cache."""
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunk = num_chunks - 1 - tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -265,16 +273,22 @@ def _draw_kernel(
 
 
 @triton.jit
-def _best_kernel(best_value, best_id, stats, tokens, norms, num_chunks, CHUNKS: tl.constexpr):
+def _best_kernel(
+    best_value, best_id, stats, tokens, norms, num_chunks, CHUNKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     top, mass = _row_stat(stats, row, num_chunks, 0, CHUNKS)
-    tl.store(norms + row, top + tl.log(mass))
+    norm = top + tl.log(mass)
+    tl.store(norms + row, norm)
     chunk = tl.arange(0, CHUNKS)
     live = chunk < num_chunks
     value = tl.load(best_value + row * num_chunks + chunk, mask=live, other=float("-inf"))
     ids = tl.load(best_id + row * num_chunks + chunk, mask=live, other=2147483647)
     top = tl.max(value, axis=0)
-    tl.store(tokens + row, tl.min(tl.where(value == top, ids, 2147483647), axis=0).to(tl.int64))
+    token = tl.min(tl.where(value == top, ids, 2147483647), axis=0)
+    tl.store(tokens + row, tl.where(tl.abs(norm) < float("inf"), token, -1).to(tl.int64))
 
 
 def supports(logits, inputs) -> str | None:
@@ -308,26 +322,30 @@ def run(logits, inputs):
     if inputs.seen is not None:
         options = ft.RowOptions(*(getattr(inputs, name) for name in ft.RowOptions._fields))
     fast = {"ASM": not interpreting()}
+
+    def launched(num_warps):
+        return dependent_options(device, num_warps, early=rows <= EARLY_ROWS)
+
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
         logits, stats, parts, inputs.temperature, options, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, **fast, **launch_options(WARPS),
+        CHUNK=CHUNK, PARTS=PARTS, **fast, **launched(WARPS),
     )  # fmt: skip
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, options)
     _candidates_kernel[(rows, min(chunks, max(1, PROGRAMS // rows)))](
         logits, stats, parts, found, *filters, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **launch_options(8),
+        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **launched(8),
     )  # fmt: skip
     _filter_kernel[(rows,)](
         logits, stats, limits, found, *filters, size, chunks, ROOM=CANDIDATES,
-        SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **launch_options(8),
+        SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **launched(8),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p, options,
         inputs.seeds, inputs.positions, size, chunks,
-        CHUNK=CHUNK, **padded, **fast, **launch_options(WARPS),
+        CHUNK=CHUNK, **padded, **fast, **launched(WARPS),
     )  # fmt: skip
     _best_kernel[(rows,)](
-        best_value, best_id, stats, tokens, norms, chunks, **padded, **launch_options(1)
+        best_value, best_id, stats, tokens, norms, chunks, **padded, **launched(1)
     )
     return tokens, norms

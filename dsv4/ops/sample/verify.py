@@ -2,7 +2,8 @@
 
 Row 0 of a sequence holds its newest token, row i its draft i. If drafts 1 to a equal the tokens
 drawn at rows 0 to a - 1, the answer gains the tokens drawn at rows 0 to a; later rows had a wrong
-input and are ignored. All in place, so the next step can start without the host.
+input and are ignored. All in place, so the next step and drafts of the model's own blocks can
+start without the host.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.sample.draft_rows import MOST_DRAFTS
+
+PLACES = MOST_DRAFTS + 2  # of each sequence from its last row on: drafts start there
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,9 @@ class DrawnRows:
     counts: Tensor  # [sequences] written: accepted drafts and one more token; 0: no rows
     newest: Tensor  # [slots] written: the last of these tokens
     lengths: Tensor  # [slots] written: tokens in the state
+    # [3 + PLACES, sequences] written: the last of the rows that count, the slot, the token drawn
+    # there, that row's position and those after it. A sequence without rows repeats the first one.
+    follows: Tensor
 
 
 def verify_reference(rows: DrawnRows) -> None:
@@ -44,6 +51,12 @@ def verify_reference(rows: DrawnRows) -> None:
     last = (first_rows + counts - 1)[real]
     rows.newest[slots[real]] = tokens[last]
     rows.lengths[slots[real]] = (starts + counts)[real]
+    if not len(counts):
+        return
+    row, position = ((x + counts - 1).clamp(min=0) for x in (first_rows, starts))
+    places = position + torch.arange(PLACES, device=tokens.device)[:, None]
+    follows = torch.cat((torch.stack((row, slots, tokens[row])), places))
+    rows.follows.copy_(torch.where(real, follows, follows[:, :1]))
 
 
 def cases() -> Iterable[Case]:
@@ -65,6 +78,7 @@ def cases() -> Iterable[Case]:
                 counts=ints(0, 9, sequences),
                 newest=ints(0, 9, slots),
                 lengths=ints(0, 9, slots),
+                follows=ints(0, 9, 3 + PLACES, sequences),
             )
             return {"rows": rows}
 
@@ -81,7 +95,7 @@ OP = Op(
     verify_reference,
     cases,
     kernels=(Kernel("dsv4.ops.sample.verify_triton"),),
-    mutates=("rows.counts", "rows.newest", "rows.lengths"),
+    mutates=("rows.counts", "rows.newest", "rows.lengths", "rows.follows"),
 )
 
 
@@ -90,4 +104,5 @@ def verify(rows: DrawnRows) -> None:
     check_shape(OP.name, "inputs", rows.inputs, rows.tokens.shape[0])
     for name in ("starts", "ends", "slots", "counts"):
         check_shape(OP.name, name, getattr(rows, name), rows.first_rows.shape[0])
+    check_shape(OP.name, "follows", rows.follows, 3 + PLACES, rows.first_rows.shape[0])
     OP(rows.tokens.device, rows=rows)

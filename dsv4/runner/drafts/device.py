@@ -21,9 +21,9 @@ from dsv4.model.draft import DraftModel, DSpark, MtpBlock
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import DraftTaps
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.sample.draft_rows import MOST_DRAFTS
 from dsv4.ops.sample.sample import MASK, SampleInputs, sample
-from dsv4.runner.buffers import StagedLine, StepBuffers, aligned_rows, select_columns
+from dsv4.ops.sample.verify import PLACES
+from dsv4.runner.buffers import StagedLine, StepBuffers, select_columns
 from dsv4.runner.plan import DraftPart
 from dsv4.runner.sampling_rows import to_host
 from dsv4.runner.step.line import step_line
@@ -34,8 +34,8 @@ WHOLE_SEQUENCES = 8  # of a verify step that is one graph with its drafts
 
 @dataclass(frozen=True)
 class Drafted:
-    """A sequence's drafts, and the chance of each if those before it are right; empty: unknown. The
-    first draft is -1 if logits were NaN."""
+    """A sequence's drafts, -1 from the first one on whose logits were NaN; the chance of each
+    if those before it are right, empty if unknown."""
 
     token_ids: list[int]
     chances: list[float]
@@ -81,11 +81,8 @@ class DeviceDrafter(ABC):
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # for each sequence of a step: its last row that counts, that row's position, the slot
-        self._ends = ints(3, count)
-        self._offsets = torch.arange(MOST_DRAFTS + 2, device=device).unsqueeze(1)
-        self.drafts = ints(count, num_drafts)  # the first is -1 if logits were NaN
-        self._norms = torch.zeros(count, device=device)  # of the logits drawn from last
+        self._offsets = torch.arange(PLACES, device=device).unsqueeze(1)
+        self.drafts = ints(count, num_drafts)  # -1: logits were NaN
         self.chances = torch.ones(count, num_drafts, device=device)
 
     def shape(self, count: int, num_drafts: int) -> StepShape:
@@ -117,9 +114,11 @@ class DeviceDrafter(ABC):
         return found
 
     def follow(self, part: DraftPart) -> None:
-        """The rest of a whole step, once its tokens are drawn and counted."""
-        self.keys(part.shape)
-        self.tokens(self.shape(part.shape.sequences, part.num_drafts))
+        """The rest of a whole step, once its tokens are drawn and counted. All sequences get
+        drafts; `verify` has left where they start."""
+        n = part.shape.sequences
+        self._store(part.shape, self._buffers.inputs(part.shape), are_drawn=True)
+        self._make(n, part.num_drafts, self._verify.follows[:, :n])
 
     def send(self, places: Sequence[int], counts: Sequence[int]) -> None:
         """Send which sequences of a step get drafts; `counts`: how many tokens of each sequence
@@ -142,19 +141,20 @@ class DeviceDrafter(ABC):
         real = ends > batch.starts
         last = (ends - 1).clamp(min=0)  # before the first step there is none
         rows = (batch.first_rows + last - batch.starts).clamp(min=0)
-        found = torch.stack((rows, last, batch.slots))
-        torch.where(real, found, found[:, :1], out=self._ends[:, :n])
+        newest = self._buffers.newest.index_select(0, batch.slots)
+        found = torch.cat((torch.stack((rows, batch.slots, newest)), last + self._offsets))
+        torch.where(real, found, found[:, :1], out=self._verify.follows[:, :n])
         self._store(shape, inputs)
 
     def tokens(self, shape: StepShape) -> None:
         n = shape.sequences
-        rows, last, slots = select_columns(self._ends, self._line.line[:n])
-        positions = aligned_rows(shape.width + 2, n, last)
-        torch.add(last, self._offsets[: shape.width + 2], out=positions)
-        self._draft(n, shape.width, rows, list(positions), slots)
-        self.drafts[:n, :1].masked_fill_(self._norms[:n, None].isnan(), -1)  # verifies none
-        kept = self._verify.drafts[:, : shape.width]
-        kept.index_copy_(0, slots, self.drafts[:n, : shape.width])
+        self._make(n, shape.width, select_columns(self._verify.follows, self._line.line[:n]))
+
+    def _make(self, n: int, count: int, follows: Tensor) -> None:
+        """`count` drafts of `n` sequences, after what `follows` says as `verify` writes it."""
+        rows, slots, newest, *positions = follows
+        self._draft(n, rows, newest, positions[: count + 2], slots)
+        self._verify.drafts[:, :count].index_copy_(0, slots, self.drafts[:n, :count])
 
     def read(self, places: Sequence[int], num_drafts: int) -> PendingDrafts:
         """Start copying the drafts of these sequences to the host, without waiting."""
@@ -168,14 +168,16 @@ class DeviceDrafter(ABC):
         return pending
 
     @abstractmethod
-    def _store(self, shape: StepShape, inputs: StepInputs) -> None: ...
+    def _store(self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False) -> None:
+        """`are_drawn`: the tokens of all rows of a verify step are on the device."""
 
     @abstractmethod
     def _draft(
-        self, n: int, count: int, rows: Tensor, positions: list[Tensor], slots: Tensor
+        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor
     ) -> None:
-        """Write `count` drafts of `n` sequences: after these rows of the step, at the first of
-        these positions and the `count + 1` after it."""
+        """Write drafts of `n` sequences: after these rows of the step and the tokens drawn there,
+        at the first of these positions. A draft reads two positions ahead, so there are as many
+        drafts as positions, less two."""
 
     def _settings(self, n: int) -> SampleInputs:
         """Draw as the target will be drawn, but without its guide, whose mask is not known yet.
@@ -187,8 +189,7 @@ class DeviceDrafter(ABC):
         return replace(given, flags=given.flags & ~MASK)
 
     def _draw(self, logits: Tensor, settings: SampleInputs) -> Tensor:
-        tokens, self._norms = sample(logits, settings)
-        return tokens.clamp(0, logits.shape[1] - 1)
+        return sample(logits, settings)[0]
 
     def _tables(self) -> Tensor:
         return self._buffers.slot_tables.table(0, self._buffers.max_sequences)
@@ -205,30 +206,31 @@ class MtpDrafter(DeviceDrafter):
         rows = self._tap_rows(config.hc_mult, config.hidden_size)
         self.block, self.taps = block, DraftTaps((config.num_layers - 1,), rows)
 
-    def _store(self, shape: StepShape, inputs: StepInputs) -> None:
-        following = self._following(shape, inputs)
+    def _store(self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False) -> None:
+        # a drawn token is the next row's input, unless that row does not count
+        drawn = self._verify.sampled[: shape.tokens]
+        following = drawn if are_drawn else self._following(shape, inputs)
         streams = self.taps.rows[: shape.tokens]
         self.block.keys(streams, following, inputs, self._states[0])
 
     def _following(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """The token after each row: the next row's, or the newest after a sequence's last row."""
-        batch, n, newest = inputs.batch, shape.sequences, self._buffers.newest
-        behind = newest.index_select(0, batch.slots)
+        batch = inputs.batch
+        behind, last = self._verify.follows[2:4, : shape.sequences].unbind()
         if shape.width == 1:
             sent = step_line(shape).views(self._buffers.step.line)["next_ids"]
             behind = torch.where(sent >= 0, sent, behind)
         if shape.one_each:
             return behind
-        is_last = batch.positions == self._ends[1, :n].index_select(0, batch.seq_idx)
-        last = behind.index_select(0, batch.seq_idx)
-        following = torch.where(is_last, last, inputs.token_ids.roll(-1))
+        is_last = batch.positions == last.index_select(0, batch.seq_idx)
+        behind = behind.index_select(0, batch.seq_idx)
+        following = torch.where(is_last, behind, inputs.token_ids.roll(-1))
         return torch.where(batch.positions < 0, -1, following)
 
     def _draft(
-        self, n: int, count: int, rows: Tensor, positions: list[Tensor], slots: Tensor
+        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor
     ) -> None:
-        streams = self.taps.rows.index_select(0, rows)
-        token_ids = self._buffers.newest.index_select(0, slots)
+        streams, token_ids = self.taps.rows.index_select(0, rows), newest
         table, order = self._tables().index_select(0, slots), self._buffers.rows[:n]
         settings, drawn = self._settings(n), list[Tensor]()
         for at, behind, wanted in zip(positions, positions[1:], positions[2:], strict=False):
@@ -237,7 +239,7 @@ class MtpDrafter(DeviceDrafter):
             logits, streams = self.block(streams, token_ids, step, self._states[0])
             token_ids = self._draw(logits, replace(settings, positions=wanted))
             drawn.append(token_ids)
-        torch.stack(drawn, 1, out=self.drafts[:n, :count])
+        torch.stack(drawn, 1, out=self.drafts[:n, : len(drawn)])
 
 
 class DSparkDrafter(DeviceDrafter):
@@ -250,19 +252,20 @@ class DSparkDrafter(DeviceDrafter):
         self.block, self.taps = block, DraftTaps(targets, rows, means=True)
         self.has_chances = block.confidence is not None
 
-    def _store(self, shape: StepShape, inputs: StepInputs) -> None:
+    def _store(self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False) -> None:
         self.block.keys(self.taps.rows[: shape.tokens], inputs, self._states)
 
     def _draft(
-        self, n: int, count: int, rows: Tensor, positions: list[Tensor], slots: Tensor
+        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor
     ) -> None:
-        token_ids = self._buffers.newest.index_select(0, slots)
+        token_ids = newest
         base, hidden = self.block(token_ids, positions[0], slots, self._tables(), self._states)
         settings = self._settings(n)
-        for number in range(count):
+        for number, wanted in enumerate(positions[2:]):
             logits, chances = self.block.after(base[:, number], hidden[:, number], token_ids)
-            token_ids = self._draw(logits, replace(settings, positions=positions[2 + number]))
-            self.drafts[:n, number].copy_(token_ids)
+            drawn = self._draw(logits, replace(settings, positions=wanted))
+            token_ids = drawn.clamp(min=0)
+            self.drafts[:n, number].copy_(drawn)
             self.chances[:n, number].copy_(chances)
 
 

@@ -9,19 +9,18 @@ from dsv4.checkpoint.manifest import DRAFT
 from dsv4.checkpoint.reader import Checkpoint, open_draft
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.runner.settings import DRAFT_TOKENS, UNTRIED_ON_GPU, Settings
+from dsv4.runner.settings import DRAFT_TOKENS, Settings
 
 log = logging.getLogger(__name__)
 
 
 def find_draft(
-    checkpoint: Checkpoint, folder: Path, config: ModelConfig, choices: EngineConfig, *, gpu: bool
+    checkpoint: Checkpoint, folder: Path, config: ModelConfig, choices: EngineConfig
 ) -> tuple[Checkpoint | None, Exception | None]:
     """The draft blocks if they are asked for, or why they cannot be used. If they are asked for by
     name, a lost or broken file and a config.json of the wrong form are errors."""
     kind = config.draft_kind if config.num_draft_layers else ""
-    wanted = (kind,) if gpu and kind == UNTRIED_ON_GPU else ("auto", kind)
-    if not kind or choices.world > 1 or choices.draft not in wanted:
+    if not kind or choices.world > 1 or choices.draft not in ("auto", kind):
         return None, None
     problem = config.dspark.problem and f"{folder / 'config.json'}: {config.dspark.problem}"
     if problem and choices.draft == kind:

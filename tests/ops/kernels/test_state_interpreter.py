@@ -603,7 +603,7 @@ def check_sample_edges() -> None:
 
 
 def check_sample_nan(logits, inputs) -> None:  # type: ignore[no-untyped-def]
-    """NaN or infinities in a row: some token, whose log-probability says so once it is accepted."""
+    """NaN or infinities in a row: no token, or some whose log-probability says so once accepted."""
     from dsv4.ops.sample.accept import Sampled
 
     rows, size = logits.shape
@@ -612,6 +612,7 @@ def check_sample_nan(logits, inputs) -> None:  # type: ignore[no-untyped-def]
     sampled = []
     for given in (logits, bad):
         tokens, norms = kernel_module("sample").run(given, inputs)
+        assert ((tokens == -1) == ~norms.isfinite()).all()
         slots, numbers = inputs.slots.max() + 1, (torch.zeros(rows), torch.zeros(rows))
         ids = torch.zeros(slots, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
         target = Sampled(*ids, *numbers, inputs.seen.clone())
