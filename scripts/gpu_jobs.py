@@ -75,12 +75,24 @@ def confirm(place: Place) -> list[list[Job]]:
         pytest_job("experts", 330, "tests/runner/test_experts_gpu.py"),
         pytest_job("drafts", 330, "tests/test_drafting_gpu.py"),
     ]
-    return [[*(replace(job, limit_s=330.0) for job in known), *more], *parallel(place)]
+    [of_ranks, ranks] = parallel(place)
+    first = [*known, *more, *of_ranks]
+    return [[replace(job, limit_s=330.0) for job in first], ranks]
 
 
 def parallel(_: Place) -> list[list[Job]]:
-    ranks = ["tests/parallel/test_ranks_gpu.py", f"{KERNELS}/test_sharded_gpu.py"]
-    return [[pytest_job("ranks", PART_LIMIT_S, *ranks)]]
+    """What one rank computes, compiled by several processes at once; then ranks."""
+    file = f"{KERNELS}/test_sharded_gpu.py"
+    names = {
+        "matrices": "rows_of or vocabulary or groups",
+        "ranges": "ranges_of_all",
+        "all experts": "experts_of_all or whole_experts",
+        "split experts": "split_experts",
+        "heads flash": "heads and flash",
+        "heads pro": "heads and pro",
+    }
+    of_ranks = [pytest_job(label, 300, file, "-k", names[label]) for label in names]
+    return [of_ranks, [pytest_job("ranks", PART_LIMIT_S, "tests/parallel/test_ranks_gpu.py")]]
 
 
 def beside(place: Place) -> list[list[Job]]:
@@ -118,6 +130,18 @@ def drafts(place: Place) -> list[list[Job]]:
         arguments = ["benchmarks/draft_speed.py", *common, *case, *record]
         stages.append([Job(label, arguments, 300)])
     return stages
+
+
+def skills(place: Place) -> list[list[Job]]:
+    """How many drafts of the embedded model are right, by skill; nothing is timed."""
+    jobs = []
+    for draft in ("mtp", "lookup"):
+        case = ["--draft", draft, "--lengths", "", "--count", "1" if place.small else "15"]
+        if place.small:
+            case += ["--device", "cpu", "--skills", "identity"]
+        record = ["--record", str(place.out / f"skills_{draft}.jsonl")]
+        jobs.append(bench_job(f"skills {draft}", 200, "quality", *case, *record))
+    return [jobs]
 
 
 def one_gpu(place: Place) -> list[list[Job]]:
@@ -183,6 +207,7 @@ OWN_LIMITS = {
 }  # fmt: skip
 STAGES = {
     "tests": tests, "confirm": confirm, "parallel": parallel, "beside": beside, "drafts": drafts,
-    "one_gpu": one_gpu, "a8": a8, "a8_trials": a8_trials, "prefill": prefill, "slices": slices,
+    "skills": skills, "one_gpu": one_gpu, "a8": a8, "a8_trials": a8_trials, "prefill": prefill,
+    "slices": slices,
 }  # fmt: skip
 PARTS = (*STAGES, *OWN_LIMITS)

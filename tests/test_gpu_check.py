@@ -20,6 +20,7 @@ WORK = {
     "prefill": "dsv4.tools.speed.prompts.bench_prefill",
     "ops": "dsv4.tools.bench_ops.bench_ops",
     "parallel": "dsv4.tools.speed.slices.measure_slices",
+    "quality": "dsv4.cli.bench.load_engine",
 }
 
 
