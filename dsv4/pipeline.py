@@ -62,7 +62,7 @@ class InFlightStep:
     def num_rows(self) -> list[int]:
         """Of each sequence. The device may verify fewer drafts than the host allowed."""
         results = self.submitted.results
-        if self.submitted.is_drawn and results is not None and results.told is not None:
+        if self.submitted.is_drawn and results is not None and results.verified is not None:
             return results.rows
         return [item.num_new for item in self.scheduled]
 

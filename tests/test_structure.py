@@ -553,7 +553,6 @@ def test_names_that_were_given_up_stay_away() -> None:
 
 # The first only names a type of the second, which holds it.
 TYPES_ONLY = {
-    ("dsv4.scheduler.sequence", "dsv4.scheduler.drafts"),
     ("dsv4.server.worker.mailbox", "dsv4.server.worker.link"),
 }
 

@@ -6,7 +6,7 @@ follow from the shape. Page tables and the sampling state stay on the device, on
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,8 +33,7 @@ SCORED = 256  # tokens of a step that scores a prompt
 def aligned_rows(rows: int, columns: int, like: Tensor) -> Tensor:
     """Uninitialised; each row is aligned like a tensor of its own, because Triton would compile
     kernels again for pointers that are not."""
-    whole = -(-columns // ALIGNED) * ALIGNED
-    return torch.empty(rows, whole, dtype=like.dtype, device=like.device)[:, :columns]
+    return torch.empty(rows, _aligned(columns), dtype=like.dtype, device=like.device)[:, :columns]
 
 
 def select_columns(x: Tensor, places: Tensor) -> Tensor:
@@ -72,6 +71,35 @@ class StagedLine:
             self._copied[self._turn].record()
 
 
+@dataclass(frozen=True)
+class VerifyResults:
+    """What the host reads of a verify step, in one line and so in one copy."""
+
+    line: Tensor
+    max_sequences: int
+    rows: int
+    num_drafts: int
+
+    @staticmethod
+    def make(count: int, rows: int, num_drafts: int, device: torch.device) -> "VerifyResults":
+        length = 3 * _aligned(count) + 2 * _aligned(rows) + count * num_drafts
+        line = torch.zeros(length, dtype=torch.int64, device=device)
+        return VerifyResults(line, count, rows, num_drafts)
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Starts, ends and counts `[3, sequences]`; tokens and log-probabilities of rows; drafts
+        `[sequences, drafts]`."""
+        count, rows = _aligned(self.max_sequences), _aligned(self.rows)
+        sizes = [3 * count, rows, rows, self.max_sequences * self.num_drafts]
+        told, tokens, chosen, made = torch.split(self.line, sizes)
+        made = made.view(self.max_sequences, self.num_drafts)
+        return told.view(3, count), tokens, chosen.view(torch.float32), made
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNED) * ALIGNED
+
+
 class VerifyBuffers:
     """Draft rows, their logits and the tokens drawn from them; drafts per slot."""
 
@@ -88,16 +116,17 @@ class VerifyBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self.told = ints(3, -(-max_sequences // ALIGNED) * ALIGNED)  # read by the host in one copy
-        starts, ends, self.counts = (part[:max_sequences] for part in self.told)
-        self.follows = ints(3 + PLACES, self.told.shape[1])  # rows aligned
+        self.results = VerifyResults.make(max_sequences, rows, draft_tokens, device)
+        told, self.sampled, self.chosen, self.made = self.results.parts()
+        starts, ends, self.counts = (part[:max_sequences] for part in told)
+        self.follows = ints(3 + PLACES, _aligned(max_sequences))
         self.rows = DraftRows(ints(rows), ints(rows), ints(rows), ints(max_sequences), starts, ends)
         self.lengths = ints(max_sequences)
         self.drafts = ints(max_sequences, MOST_DRAFTS).fill_(-1)
         self.unused = ints(max_sequences)
         self.logits = torch.zeros(rows, vocab_size, device=device)
-        self.sampled, self.nowhere = ints(rows), ints(rows).fill_(-1)
-        self.chosen, self.norms = (torch.zeros(rows, device=device) for _ in range(2))
+        self.nowhere = ints(rows).fill_(-1)
+        self.norms = torch.zeros(rows, device=device)
 
     def laid_out(self, shape: StepShape) -> DraftRows:
         """Where a step's rows are written, with room for `width` rows per sequence."""

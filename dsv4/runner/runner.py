@@ -86,7 +86,9 @@ class SubmittedStep:
     @property
     def is_drawn(self) -> bool:
         """Whether the device knows all its tokens; otherwise the host draws row by row."""
-        return self.results is not None and (self.verify is None or self.results.told is not None)
+        return self.results is not None and (
+            self.verify is None or self.results.verified is not None
+        )
 
     @property
     def failures(self) -> dict[int, Exception]:
@@ -210,13 +212,12 @@ class Runner:
             drafter = None
         if drafter is not None:
             self._sampling.prepare(rows, sampled, [0] * len(rows), shape.sequences)
-            drafter.send(range(len(rows)), ())
         logits = self._queue(shapes, chunks, counts, started, shape if drafter is None else whole)
         positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
         step = SubmittedStep(sampled, positions, shape, list(chunks), None, verify, logits)
         if drafter is not None:
             step.results = self._sampling.read_rows(rows, counts)
-            step.drafts = drafter.read(range(len(rows)), num_drafts)
+            step.drafts = drafter.read(range(len(rows)), num_drafts, step.results)
         return step
 
     @_with_own_ops

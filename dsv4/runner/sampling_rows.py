@@ -6,7 +6,7 @@ prepared, only its request fails: the row is sampled with the others and its res
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from dsv4.cache.pages import SequencePages
 from dsv4.errors import RankError
 from dsv4.ops.sample.sample import BIAS, MASK, PENALTIES
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import StepBuffers, VerifyBuffers
+from dsv4.runner.buffers import StepBuffers, VerifyBuffers, VerifyResults
 from dsv4.runner.step.line import sampling_arrays, sampling_line
 from dsv4.sampling import SamplingRow
 
@@ -32,7 +32,8 @@ class PendingResults:
     chosen: Tensor | None = None
     tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
     failures: dict[int, Exception] = field(default_factory=dict)  # sequences to drop
-    told: Tensor | None = None  # `VerifyBuffers.told`, if sequences have several rows
+    verified: VerifyResults | None = None  # on the host, if sequences have several rows
+    num_sequences: int = 0  # of those
     rows: list[int] = field(default_factory=list)  # of each of these sequences, once waited for
     error: Tensor | None = None  # `Comm.error`
     load: Tensor | None = None  # `Exchange.expert_load`
@@ -40,9 +41,9 @@ class PendingResults:
     def answers(self) -> list[list[TokenLogprobs]]:
         """The tokens that count, per sequence. Waits for the step."""
         found, answers = self.wait(), []
-        if self.told is None:
+        if self.verified is None:
             return [[result] for result in found]
-        starts, ends, counts = self.told.tolist()
+        starts, ends, counts = self.verified.parts()[0][:, : self.num_sequences].tolist()
         self.rows = [end - start for start, end in zip(starts, ends, strict=True)]
         for rows, count in zip(self.rows, counts, strict=True):
             answers.append(found[:count])
@@ -59,8 +60,8 @@ class PendingResults:
             )
         if self.tokens is None or self.chosen is None:
             return []
-        pairs = zip(self.tokens.tolist(), self.chosen.tolist(), strict=True)
-        found = [TokenLogprobs(*pair) for pair in pairs][: self.num_rows]
+        both = (part[: self.num_rows].tolist() for part in (self.tokens, self.chosen))
+        found = [TokenLogprobs(*pair) for pair in zip(*both, strict=True)]
         for row, (ids, logprobs) in self.tops.items():
             top = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
             found[row] = TokenLogprobs(found[row].token_id, found[row].logprob, top)
@@ -77,6 +78,7 @@ class SamplingRows:
         count = buffers.max_sequences
         self._owners: list[SequencePages | None] = [None] * count
         self._failures: dict[int, Exception] = {}  # for the rows to sample next
+        self._sent = np.zeros(0, np.int64)  # last
         self._settings = {
             name: np.zeros(count, dtype=part.dtype)
             for name, part in sampling_arrays(buffers.sampling_stage.array(), 1)
@@ -105,17 +107,19 @@ class SamplingRows:
                 self._failures[index] = error
                 self._settings["flags"][pages.slot] = 0  # its tables may be incomplete
         slots = np.fromiter((pages.slot for pages in owners), np.int64, count)
-        at = dict(sampling_arrays(buffers.sampling_stage.array(), num_rows))
+        line = np.zeros(sampling_line(num_rows).length, np.int64)
+        at = dict(sampling_arrays(line, num_rows))
         for name, values in self._settings.items():
             at[name][:count] = values[slots]
-            at[name][count:] = 0
         if masked:
             at["flags"][masked] |= MASK
         at["positions"][:count] = positions
         at["slots"][:count] = slots
-        at["positions"][count:] = 0
         at["slots"][count:] = -1
-        buffers.sampling_stage.send(sampling_line(num_rows).length)
+        if not np.array_equal(line, self._sent):  # steps that run ahead mostly send nothing new
+            self._sent = line
+            buffers.sampling_stage.array()[: len(line)] = line
+            buffers.sampling_stage.send(len(line))
         return num_rows
 
     def _enter(self, row: SamplingRow, pages: SequencePages) -> None:
@@ -151,11 +155,14 @@ class SamplingRows:
     ) -> PendingResults:
         buffers, count = self._buffers, sum(n for _, n in rows)
         pending = PendingResults(count, None, failures=self._failures)
-        if count:
+        if isinstance(source, VerifyBuffers):
+            results = source.results
+            pending.verified = verified = replace(results, line=to_host(results.line))
+            _, tokens, chosen, _ = verified.parts()
+            pending.tokens, pending.chosen, pending.num_sequences = tokens, chosen, len(rows)
+        elif count:
             pending.tokens = to_host(source.sampled[:count])
             pending.chosen = to_host(source.chosen[:count])
-        if isinstance(source, VerifyBuffers):
-            pending.told = to_host(source.told)[:, : len(rows)]
         first = 0
         for place, (row, count) in enumerate(rows):
             first += count

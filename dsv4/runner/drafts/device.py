@@ -25,7 +25,7 @@ from dsv4.ops.sample.sample import MASK, SampleInputs, sample
 from dsv4.ops.sample.verify import PLACES
 from dsv4.runner.buffers import StagedLine, StepBuffers, select_columns
 from dsv4.runner.plan import DraftPart
-from dsv4.runner.sampling_rows import to_host
+from dsv4.runner.sampling_rows import PendingResults, to_host
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
 
@@ -82,7 +82,7 @@ class DeviceDrafter(ABC):
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self._offsets = torch.arange(PLACES, device=device).unsqueeze(1)
-        self.drafts = ints(count, num_drafts)  # -1: logits were NaN
+        self.drafts = self._verify.made[:, :num_drafts]  # -1: logits were NaN
         self.chances = torch.ones(count, num_drafts, device=device)
 
     def shape(self, count: int, num_drafts: int) -> StepShape:
@@ -156,10 +156,17 @@ class DeviceDrafter(ABC):
         self._draft(n, rows, newest, positions[: count + 2], slots)
         self._verify.drafts[:, :count].index_copy_(0, slots, self.drafts[:n, :count])
 
-    def read(self, places: Sequence[int], num_drafts: int) -> PendingDrafts:
-        """Start copying the drafts of these sequences to the host, without waiting."""
+    def read(
+        self, places: Sequence[int], num_drafts: int, results: PendingResults | None = None
+    ) -> PendingDrafts:
+        """Start copying the drafts of these sequences to the host, without waiting. `results`: of a
+        whole step, which have the drafts already."""
         n = len(places)
-        pending = PendingDrafts(list(places), to_host(self.drafts[:n, :num_drafts]))
+        if results is not None and results.verified is not None:
+            made = results.verified.parts()[3][:n, :num_drafts]
+        else:
+            made = to_host(self.drafts[:n, :num_drafts])
+        pending = PendingDrafts(list(places), made)
         if self.has_chances:
             pending.chances = to_host(self.chances[:n, :num_drafts])
         if self.drafts.is_cuda:
