@@ -101,7 +101,7 @@ class Engine:
         self._homes = open_homes(self._runner.homes, self._runner.copiers, store)
         self._prefixes = [home.prefix for home in self._homes if home.prefix is not None]
         most, make = loaded.settings.draft_tokens, Lookup if self._runner.drafter is None else Given
-        sizes, room = (most, self.config.vocab_size), self._runner.buffers.most_drafts
+        sizes, room = (most, self.config.vocab_size), self._runner.buffers.numbers_of_drafts
         how = {"learns": loaded.settings.draft_auto, "peeks": make is Lookup}
         drafting = Drafting(*sizes, self._allowed_drafts, make, room, **how) if most else None
         self._drafting = drafting

@@ -863,6 +863,14 @@ def test_more_rows_than_were_measured_are_tried() -> None:
     assert num_worth(chances, times.at) == [4]
 
 
+def test_a_single_sequence_leaves_no_row_unused() -> None:
+    """Three rows take as long as four there, which looks bad after two: more are never tried."""
+    times, chances = StepTimes({1: 4.15, 2: 5.8, 3: 7.1}), [[0.57**n for n in range(1, 6)]]
+    assert num_worth(chances, times.at) == [1]
+    assert num_worth(chances, times.at, [1, 3, 5]) == [3]
+    assert num_worth([chances[0][:2]], times.at, [1, 3, 5]) == [1]  # the host has no more
+
+
 def test_a_drafters_own_chances_are_scaled_by_what_came_true() -> None:
     acceptance = Acceptance(2)
     for _ in range(60):  # says 0.9, is right every third time
@@ -892,7 +900,7 @@ def test_blocks_make_no_more_drafts_than_are_worth_verifying() -> None:
     other.may_draft = False
     assert drafting.num_wanted([sequence, other]) == 0
     other.may_draft = True
-    drafting._room = lambda num_sequences: 3
+    drafting._room = lambda num_sequences: [1, 3]
     assert drafting.num_wanted([sequence, other]) == 3
     drafting._rest = 1
     assert drafting.num_wanted([sequence, other]) == 0

@@ -127,7 +127,7 @@ LINE_BUDGET = {
     "model": 1600,
     # 160 for homes: where a sequence runs, what a home has room for; 60 for drafts made on demand
     # 20 for states with NaN, 2 for drafts that are all verified, 33 for NaN in drafts
-    "scheduler": 1315,  # 40 for what the sequences of a batch learn from each other
+    "scheduler": 1340,  # 40 for what the sequences of a batch learn from each other
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;
     # 830 for drafts

@@ -260,15 +260,14 @@ class StepBuffers:
         width, batch = next(w for w in self.verify.widths if w >= width), self.batch(sequences)
         return StepShape(batch * width, batch, context, False, width=width)
 
-    def most_drafts(self, sequences: int) -> int:
-        """The most drafts per sequence for which there is a shape."""
+    def numbers_of_drafts(self, sequences: int) -> Sequence[int]:
+        """Drafts per sequence that fill a step's rows."""
         if self.verify is None:
-            return 0
-        most, batch = self.verify.widths[-1], self.batch(sequences)
-        if self.pads:
-            fitting = [w for w in self.verify.widths if batch * w <= MOST_DRAFT_ROWS]
-            most = max(fitting, default=1)
-        return most - 1
+            return ()
+        if not self.pads:
+            return range(1, self.verify.widths[-1])
+        batch = self.batch(sequences)
+        return [w - 1 for w in self.verify.widths if batch * w <= MOST_DRAFT_ROWS]
 
     def batch(self, rows: int) -> int:
         """The smallest batch size that holds `rows` rows to sample or sequences to decode."""

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Sequence
 
 PRIOR, PRIOR_WEIGHT = 0.7, 5  # acceptance of a place before anything is known; worth observations
-FORGET = 0.04  # weight of the newest observation, once there are many
+FORGET = 0.02  # weight of the newest observation, once there are many
 FORGET_OF_ALL = 0.01  # the same for what all sequences observe
 
 
@@ -33,6 +33,11 @@ class Acceptance:
             self._rates[place] += weight * (right - self._rates[place])
             if place < len(self._proposed):
                 self._told[place] += weight * (self._proposed[place] - self._told[place])
+
+    def approach(self, others: "Acceptance") -> None:
+        """No drafts in a step: what was known ages, or bad luck would keep them away for good."""
+        for place, rate in enumerate(others._rates):
+            self._rates[place] += self._forget * (rate - self._rates[place])
 
     def expected(self, num_drafts: int, others: "Acceptance | None" = None) -> list[float]:
         """The chance that each draft is accepted, before they are made."""

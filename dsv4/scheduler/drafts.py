@@ -28,10 +28,11 @@ REST_AFTER = 4  # steps in a row without a draft worth its cost
 REST_STEPS, LONGEST_REST = 512, 4096
 LEARN_STEPS = 8  # plain ones, if their cost is unknown
 PAYS_AFTER = 64  # steps with drafts after which they count as paying off
-GAIN_WEIGHT, FIRST_WEIGHT = 0.04, 0.06  # weight of the newest step; of the first
-LEAST_GAIN = 0.88, 0.95  # in tokens per ms relative to plain decoding: at first, and later
+GAIN_WEIGHT, FIRST_WEIGHT = 0.02, 0.04  # weight of the newest step; of the first
+LEAST_GAIN = 0.88, 0.93  # in tokens per ms relative to plain decoding: at first, and later
 TRIES = 2  # measurements of a row count before its cost counts as known
 JUDGED_AFTER = 16  # steps with drafts: the first ones are slow for other reasons too
+MOST_DRAFTS = 7  # of a sequence in a step
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
 
@@ -52,11 +53,12 @@ class StepTimes:
             weight = 0.5 if ms < known else 0.1
             self._ms[rows] = known + weight * (min(ms, 2 * known) - known)
 
-    def at(self, rows: int) -> float | None:
-        """None: too little is known."""
+    def at(self, rows: int, plain: tuple[int, float] | None = None) -> float | None:
+        """None: too little is known. `plain`: rows and milliseconds of a step without drafts, which
+        counts as measured too."""
         if rows in self._ms:
             return self._ms[rows] if self._num_tries[rows] >= TRIES else None
-        known = sorted(self._ms.items())
+        known = sorted({**dict([plain] if plain else []), **self._ms}.items())
         if len(known) < 2 or rows > known[-1][0]:
             return None
         below = [pair for pair in known if pair[0] <= rows][-1:] or known[:1]
@@ -80,11 +82,14 @@ class StepTimes:
 
 
 def num_worth(
-    survivals: Sequence[Sequence[float]], cost: Callable[[int], float | None]
+    survivals: Sequence[Sequence[float]],
+    cost: Callable[[int], float | None],
+    numbers: Sequence[int] = range(1, MOST_DRAFTS + 1),
 ) -> list[int]:
     """How many drafts of each sequence to verify: the number, over all sequences, that gives the
-    most tokens per millisecond. `cost`: of a step with this many rows, None if unknown. Then one
-    more draft per sequence is tried than is known to pay off, to find out."""
+    most tokens per millisecond. `cost`: of a step with this many rows, None if unknown. Then the
+    next number is tried after those that are known to pay off, to find out. A single sequence gets
+    one of `numbers`: others would leave rows of a step unused."""
     plain = cost(len(survivals))
     # survivals of a sequence never rise, so the best drafts overall are prefixes
     order = sorted(
@@ -93,18 +98,21 @@ def num_worth(
         for place, chance in enumerate(drafts)
     )
     tokens = float(len(survivals))
-    best, taken, tried = tokens / plain if plain else 0.0, 0, -1
+    best, taken, tried, before = tokens / plain if plain else 0.0, 0, -1, 0
     for number, (chance, place, _) in enumerate(order, 1):
         tokens -= chance
+        if len(survivals) == 1 and number not in numbers and number < len(order):
+            continue
         ms = cost(len(survivals) + number)
         if ms is None:
-            if tried < 0 and taken == number - 1:
+            if tried < 0 and taken == before:
                 tried = place
             if place > tried:
                 break
             taken = number
         elif ms > 0 and tokens / ms > best:
             best, taken = tokens / ms, number
+        before = number
     counts = [0] * len(survivals)
     for _, _, seq in order[:taken]:
         counts[seq] += 1
@@ -131,18 +139,18 @@ class Drafting:
         vocab_size: int,
         allow: Callable[[SequenceState, list[int]], list[int]] = lambda sequence, drafts: drafts,
         make: Callable[[SequenceState], Drafter] = Lookup,
-        room: Callable[[int], int] = lambda num_sequences: 7,
+        room: Callable[[int], Sequence[int]] = lambda num_sequences: range(1, MOST_DRAFTS + 1),
         *,
         learns: bool = False,
         peeks: bool = False,
     ) -> None:
-        """`allow`: the leading drafts of a sequence that its guide allows. `room`: drafts per
-        sequence that a step of this many sequences has room for. `learns`: no drafts until the
+        """`allow`: the leading drafts of a sequence that its guide allows. `room`: the numbers of
+        drafts per sequence that fill a step of this many sequences. `learns`: no drafts until the
         cost of plain steps is known. `peeks`: drafters need no step to propose, so plain steps run
         until one has something."""
         self._allow, self._room, self._learns, self._peeks = allow, room, learns, peeks
         self.stats = DraftStats(accepted_by_place=[0] * most)
-        self._all = Acceptance.of_all(most)  # of the batch's sequences
+        self._all: Acceptance | None = None  # of the batch's sequences, if there are several
         self.times = StepTimes()  # of steps with drafts, including making the next ones
         self.plain = StepTimes()  # of steps during a rest
         self._most, self._vocab_size, self._make = most, vocab_size, make
@@ -187,7 +195,8 @@ class Drafting:
         plain, nothing = self.plain.near(len(wanted)), [list[int]() for _ in wanted]
         if self.rests:
             return nothing
-        limit = min(self._most, self._room(len(wanted)))
+        numbers = self._room(len(wanted))
+        limit = min(self._most, max(numbers, default=0))
         if not limit or (self._learns and self.judges and plain is None):
             self._rest = LEARN_STEPS if limit else REST_STEPS
             return nothing
@@ -203,7 +212,7 @@ class Drafting:
         ]
         counts = [len(drafts) for drafts in found]
         if self.judges:
-            counts = num_worth(chances, self._cost(len(wanted)))
+            counts = num_worth(chances, self._cost(len(wanted)), numbers)
         self._num_idle = 0 if any(counts) else self._num_idle + 1
         if self._num_idle >= REST_AFTER and self._peeks and not any(found):
             self._waits, self._num_idle = True, 0
@@ -214,7 +223,8 @@ class Drafting:
     def num_wanted(self, sequences: Sequence[SequenceState], *, all_or_none: bool = False) -> int:
         """How many drafts the model's blocks should make for each of these sequences: no more than
         are worth verifying, as far as is known before they are made; or all, if any."""
-        limit = min(self._most, self._room(len(sequences)))
+        numbers = self._room(len(sequences))
+        limit = min(self._most, max(numbers, default=0))
         learns = self._learns and self.judges and self.plain.near(len(sequences)) is None
         if self.rests or not limit or learns:
             return 0
@@ -223,21 +233,23 @@ class Drafting:
         others = self._others(len(sequences))
         survivals = [self._acceptance(s).expected(limit, others) for s in sequences if s.may_draft]
         survivals += [[] for s in sequences if not s.may_draft]
-        most = max(num_worth(survivals, self._cost(len(sequences))), default=0)
+        most = max(num_worth(survivals, self._cost(len(sequences)), numbers), default=0)
         return self._most if most and all_or_none else most
 
     def _cost(self, num_sequences: int) -> Callable[[int], float | None]:
         """Of a step, by its rows."""
         plain = self.plain.near(num_sequences)
-        return lambda rows: (
-            plain if rows == num_sequences and plain is not None else self.times.at(rows)
-        )
+        if plain is None:
+            return self.times.at
+        point = num_sequences, plain
+        return lambda rows: plain if rows == num_sequences else self.times.at(rows, point)
 
     def _others(self, num_sequences: int) -> Acceptance | None:
-        if num_sequences > 1:
-            return self._all
-        self._all = Acceptance.of_all(self._most)  # alone, a sequence decides for itself
-        return None
+        if num_sequences == 1:
+            self._all = None
+        elif self._all is None:
+            self._all = Acceptance.of_all(self._most)
+        return self._all
 
     def _acceptance(self, sequence: SequenceState) -> Acceptance:
         if sequence.acceptance is None:
@@ -249,7 +261,7 @@ class Drafting:
             self._next_rest = REST_STEPS
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._num_idle, self._num_paid, self._gain = 0, 0, 1.0
-        self._all = Acceptance.of_all(self._most)
+        self._all = None
         self.times = StepTimes()  # measured again afterwards: a slow step may have been chance
         for sequence in sequences:
             sequence.acceptance = None
@@ -328,8 +340,11 @@ class Drafting:
             self.switch_off(KernelError("the draft blocks' logits are no numbers (NaN)"))
 
     def observe(self, sequence: SequenceState, num_drafts: int, num_accepted: int) -> None:
-        """Record how many drafts of a sequence were verified, and how many were right."""
+        """Record how many drafts of a sequence were verified in a step with drafts, and how many
+        were right."""
         if not num_drafts:
+            if sequence.acceptance is not None and self._all is not None:
+                sequence.acceptance.approach(self._all)
             return
         stats = self.stats
         stats.num_drafts += 1
@@ -337,7 +352,8 @@ class Drafting:
         stats.num_accepted += num_accepted
         for place in range(num_accepted):
             stats.accepted_by_place[place] += 1
-        self._all.observe(num_drafts, num_accepted)
+        if self._all is not None:
+            self._all.observe(num_drafts, num_accepted)
         if sequence.acceptance is not None:
             sequence.acceptance.observe(num_drafts, num_accepted)
         few = stats.accepted_by_place[0] < FEW_ACCEPTED * stats.num_drafts

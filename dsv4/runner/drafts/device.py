@@ -94,7 +94,8 @@ class DeviceDrafter(ABC):
         """Every shape that can occur, largest first."""
         found = []
         for batch in reversed(self._buffers.batches):
-            most = min(self.num_drafts, self._buffers.most_drafts(batch))
+            most = max(self._buffers.numbers_of_drafts(batch), default=0)
+            most = min(self.num_drafts, most)
             numbers = range(most, 0, -1)
             if self.makes_all and most:
                 numbers = range(self.num_drafts, self.num_drafts - 1, -1)
