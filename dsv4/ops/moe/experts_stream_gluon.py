@@ -22,6 +22,7 @@ from dsv4.ops.gemm.variants.stream_gluon import (
     SUMS,
     TILE,
     begin_stream,
+    least_room,
     load_row,
     ring_options,
     stream_row,
@@ -30,7 +31,7 @@ from dsv4.ops.moe.expert_tensors import expert_weights, is_mx, num_expert_ranges
 
 activate = gluon.jit(swiglu.fn)
 HALF = gl.constexpr(32)
-UP_STAGES, DOWN_STAGES, MX_DOWN_STAGES = 5, 3, 4  # pairs of tiles in a ring; MXFP4's are smaller
+UP_STAGES, DOWN_STAGES = 5, 3  # pairs of tiles in a ring
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def down_stream(
     shared_scales: gl.int64, shared_factors: gl.int64, places, chosen, size, inner, total_steps,
     expert_tiles, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
     WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr, PLACED: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     """Stores split-K partial sums; the consumer reduces them. EARLY: the activations are from two
     launches back."""
@@ -164,7 +165,7 @@ def down_stream(
         words += first * 2048
         codes += first * TILE
         gdc_launch_dependents()
-        words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, WIDE, MX)
+        words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, WIDE, MX, FILL)
         if not EARLY:
             gdc_wait()
         row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS)
@@ -212,10 +213,13 @@ def down(z, expert_sums, experts, w2, shared_w2, table, *, early=False) -> None:
     lengths = (triton.cdiv(size, ranges), size)
     columns = triton.next_power_of_2(lengths[0] * 128)
     own, *offsets = expert_weights(w2, shared_w2)
-    stages = MX_DOWN_STAGES if is_mx(w2) else DOWN_STAGES
+    options = ring_options(z.device, math.prod(grid), DOWN_STAGES, lengths, columns)
+    wide, codes = options["WIDE"], 256 if is_mx(w2) else 512
+    used = 1024 + 2 * columns
+    used += wide * (options["STAGES"] * (4096 + codes) + options["PAD"] * 4096)
+    fill = max(0, least_room(z.device, math.prod(grid)) - used)
     down_stream[grid](
         z, expert_sums, experts, *own, *offsets, table[0], experts.shape[1], w2.rows, w2.columns,
         size, w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
-        PLACED=table[0] is not None, EARLY=early,
-        **ring_options(z.device, math.prod(grid), stages, lengths, columns),
+        PLACED=table[0] is not None, EARLY=early, FILL=triton.cdiv(fill, wide * codes), **options,
     )  # fmt: skip

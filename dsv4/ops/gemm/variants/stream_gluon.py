@@ -72,12 +72,17 @@ def _multiply(
     begin at column `first`, or the tiles' columns of eight rows."""
     for tile in gl.static_range(WIDE):
         codes = codes_room.slice(tile * TILE, TILE).load(SCALES)
-        pairs = pairs_of(codes, True, MX)
+        if MX:  # each code by one shift and one mask
+            even = (codes << 7) & 0x7F807F80
+            odd = (codes >> 1) & 0x7F807F80
+            pairs = (even, odd, even >> 16, odd >> 16)
+        else:
+            pairs = pairs_of(codes, True, False)
         for half in gl.static_range(2):
             words = words_room.slice((2 * tile + half) * TILE, TILE, dim=0).load(A)
             for slot in gl.static_range(4):
                 both = pairs[half * 2 + slot // 2]
-                scale = (both if slot % 2 == 0 else both >> 16).to(gl.int16)
+                scale = (both if slot % 2 == 0 or MX else both >> 16).to(gl.int16)
                 scale = gl.expand_dims(scale.to(gl.bfloat16, bitcast=True), 1)
                 weight = unpack(words, slot, True) * scale
                 if PER_TURN:
@@ -95,17 +100,19 @@ def _multiply(
 @gluon.jit
 def begin_stream(
     words, codes, steps, STAGES: gl.constexpr, PAD: gl.constexpr, WIDE: gl.constexpr,
-    MX: gl.constexpr,
+    MX: gl.constexpr, FILL: gl.constexpr = 0,
 ):  # fmt: skip
     """A ring of STAGES places for WIDE tiles of weights each, with copies into all but one under
-    way. PAD more places keep any multiprocessor from getting more programs than its share: a launch
-    that starts early would crowd in where the previous one ends first."""
+    way. PAD more places, and FILL more for scales, keep any multiprocessor from getting more
+    programs than its share: a launch that starts early would crowd in where the previous one ends
+    first."""
     words_room = gl.allocate_shared_memory(
         gl.int16, [STAGES + PAD, WIDE * 2 * TILE, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     )
     codes_room = gl.allocate_shared_memory(
-        gl.int32 if MX else gl.int64, [STAGES, WIDE * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+        gl.int32 if MX else gl.int64, [STAGES + FILL, WIDE * TILE],
+        gl.SwizzledSharedLayout(1, 1, 1, [0]),
+    )  # fmt: skip
     for turn in gl.static_range(STAGES - 1):
         if turn * WIDE < steps:
             _copy_weights(words_room, codes_room, words, codes, turn, STAGES, WIDE)
@@ -294,6 +301,12 @@ def linear_stream(
     else:
         total = total * gl.expand_dims(factor, 1)
     store_sums(total, outs, firsts, pid, tile, first_row, num_rows, size, is_last, NUM, F32)
+
+
+def least_room(device, programs) -> int:
+    """Bytes of shared memory with which no multiprocessor holds more programs than its share."""
+    share = -(-programs // describe(device).multiprocessors)
+    return SHARED_BYTES // (share + 1) + 256
 
 
 def ring_options(device, programs, stages, lengths, columns) -> dict[str, object]:
