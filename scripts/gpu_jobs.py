@@ -157,6 +157,8 @@ def one_gpu(place: Place) -> list[list[Job]]:
         ops = ["--only", "experts", "--tokens", "1,8,32,128,2048,8192"]
         ops += ["--record", str(place.out / "experts.jsonl")]
         stages.append([bench_job("experts", 140, "ops", *SIZES, *ops)])
+        record = ["--record", str(place.out / "experts_one_token.jsonl")]
+        stages.append([Job("one token", ["benchmarks/experts_one_token.py", *record], 90)])
     return stages
 
 
