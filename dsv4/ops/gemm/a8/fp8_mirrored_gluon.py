@@ -1,0 +1,351 @@
+# mypy: ignore-errors
+"""FP8 products of a8 rows for prompts on sm_90, in Gluon: input rows in the tensor core's M slot.
+
+A program walks over tiles of 128 or 256 input rows by `width` weight rows. One warp copies both
+into a ring of buffers; two groups of four warps multiply half of the input rows each by `piece`
+weight rows at a time. A thread's sums belong to two input rows, so a step has two scales of rows a
+thread, which it reads itself, a step ahead: nothing but products reads the ring (unless operands
+are loaded into registers), and no fence is needed. Results leave through shared memory as copies,
+which go on while the next tile is multiplied.
+
+Sums and their order are those of fp8_product_triton.py. That products have the same bits with
+operands in each other's place is measured by benchmarks/a8_mirrored.py.
+"""
+
+from typing import NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dsv4.ops.core.gpu import describe
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.gemm.split_k import split_k
+
+joined = gluon.jit(append.fn)
+ROWS, CHUNK = gl.constexpr(64), gl.constexpr(64)  # of a product; columns of a copy of results
+WARPS, REGISTERS, COPY_REGISTERS = 4, 240, 24  # of a multiplying thread, of a copying one
+
+
+class MirrorTile(NamedTuple):
+    """Constants of a launch."""
+
+    width: int  # weight rows of a tile
+    piece: int  # of a product
+    fragments: int  # of 64 input rows, per warpgroup
+    flight: int  # products in the tensor core while another's sums are added
+    stages: int
+    registers: bool  # input rows are multiplied from registers
+    band: int  # tiles of weight rows that all rows are multiplied by before others
+    ranges: int = 1
+    ahead: bool = False  # a step's first product starts before the last one's sums are added
+
+
+MATRIX = MirrorTile(256, 128, 1, 1, 4, False, 16)
+RANGES = MirrorTile(128, 128, 1, 1, 6, False, 16)
+
+
+class MirrorBuffers(NamedTuple):
+    """A ring of `stages`; which buffers are filled, which are free again; results of a group."""
+
+    rows: object
+    weights: object
+    full: object
+    empty: object
+    results: object
+
+
+class MirrorJob(NamedTuple):
+    """What is multiplied."""
+
+    row_scales: object  # [steps, stride]
+    stride: int
+    scale: object  # of weights
+    num_rows: int
+    weight_rows: int
+    n_tiles: int
+    m_tiles: int
+    items: int
+    steps: int
+    per_range: int
+
+
+@gluon.constexpr_function
+def sums_layout(piece):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, piece, 32])
+
+
+@gluon.constexpr_function
+def scale_groups(T):
+    """Weight rows that share a scale, as tiles of them begin at multiples of their width."""
+    return 128 if T.width % 128 == 0 else T.piece
+
+
+@gluon.constexpr_function
+def products(T):
+    return T.fragments * (T.width // T.piece)
+
+
+@gluon.constexpr_function
+def outstanding(flight, left):
+    """Products that may go on when the first of `left` is awaited."""
+    return max(min(flight, left) - 1, 0)
+
+
+@gluon.jit
+def _work(item, job, T: gl.constexpr):
+    """(tile of weight rows, tile of input rows), in bands."""
+    band = item // (T.band * job.m_tiles)
+    first = band * T.band
+    width = gl.minimum(job.n_tiles - first, T.band)
+    inside = item - first * job.m_tiles
+    return first + inside % width, inside // width
+
+
+@gluon.jit
+def _copy(x_desc, w_desc, b, job, T: gl.constexpr):
+    """The job of the copying warp."""
+    FRAGMENTS: gl.constexpr = 2 * T.fragments
+    PIECES: gl.constexpr = T.width // T.piece
+    at = 0
+    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
+        n_tile, m_tile = _work(item, job, T)
+        for step in range(0, job.steps):
+            slot = at % T.stages
+            full = b.full.index(slot)
+            mbarrier.wait(b.empty.index(slot), (at // T.stages + 1) & 1)
+            mbarrier.expect(full, (FRAGMENTS * ROWS + T.width) * 128)
+            for i in gl.static_range(FRAGMENTS):
+                place = [(m_tile * FRAGMENTS + i) * ROWS, step * 128]
+                to = b.rows.index(slot * FRAGMENTS + i)
+                tma.async_copy_global_to_shared(x_desc, place, full, to)
+            for i in gl.static_range(PIECES):
+                place = [n_tile * T.width + i * T.piece, step * 128]
+                to = b.weights.index(slot * PIECES + i)
+                tma.async_copy_global_to_shared(w_desc, place, full, to)
+            at += 1
+
+
+@gluon.jit
+def _load_scales(group, n_tile, m_tile, step, job, T: gl.constexpr):
+    """(of each fragment's rows, of each group of weight rows) in a step. What lies beyond the
+    matrices has the last scale, and is not stored."""
+    SUMS: gl.constexpr = sums_layout(T.piece)
+    step = gl.minimum(step, job.steps - 1)
+    of_rows = ()
+    FRAGMENTS: gl.constexpr = T.fragments
+    for f in gl.static_range(FRAGMENTS):
+        row = ((m_tile * 2 + group) * T.fragments + f) * ROWS
+        row += gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        row = gl.minimum(row, job.num_rows - 1)
+        of_rows = joined(of_rows, gl.load(job.row_scales + step * job.stride + row))
+    of_weights = ()
+    GROUP: gl.constexpr = scale_groups(T)
+    GROUPS: gl.constexpr = T.width // GROUP
+    for i in gl.static_range(GROUPS):
+        tile = gl.minimum((n_tile * T.width + i * GROUP) // 128, job.weight_rows // 128 - 1)
+        of_weights = joined(of_weights, gl.load(job.scale + tile * job.steps + step))
+    return of_rows, of_weights
+
+
+@gluon.jit
+def _operands(group, slot, b, T: gl.constexpr):
+    """E4M3 `[64, 128]` per fragment."""
+    found = ()
+    FRAGMENTS: gl.constexpr = T.fragments
+    for f in gl.static_range(FRAGMENTS):
+        rows = b.rows.index((slot * 2 + group) * T.fragments + f)
+        if T.registers:
+            rows = rows.load(gl.DotOperandLayout(0, sums_layout(T.piece), 4))
+        found = joined(found, rows)
+    return found
+
+
+@gluon.jit
+def _start(rows, slot, b, NUMBER: gl.constexpr, T: gl.constexpr):
+    """Product NUMBER of a step: fragments of a piece of weights, then those of the next one."""
+    PIECES: gl.constexpr = T.width // T.piece
+    PIECE: gl.constexpr = T.piece
+    w = b.weights.index(slot * PIECES + NUMBER // T.fragments).permute((1, 0))
+    zero = gl.zeros([ROWS, PIECE], gl.float32, sums_layout(PIECE))
+    return warpgroup_mma(rows[NUMBER % T.fragments], w, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _zeros(T: gl.constexpr):
+    zeros = ()
+    PIECE: gl.constexpr = T.piece
+    COUNT: gl.constexpr = products(T)
+    for _ in gl.static_range(COUNT):
+        zeros = joined(zeros, gl.zeros([ROWS, PIECE], gl.float32, sums_layout(PIECE)))
+    return zeros
+
+
+@gluon.jit
+def _add(part, sums, scales, NUMBER: gl.constexpr, T: gl.constexpr):
+    GROUP: gl.constexpr = scale_groups(T)
+    of_weights = scales[1][NUMBER // T.fragments * T.piece // GROUP]
+    factor = scales[0][NUMBER % T.fragments] * of_weights
+    return part * gl.expand_dims(factor, 1) + sums
+
+
+@gluon.jit
+def _sums(group, at, scales, n_tile, m_tile, begin, end, b, job, T: gl.constexpr):
+    """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
+    COUNT: gl.constexpr = products(T)
+    FLIGHT: gl.constexpr = T.flight if T.flight < COUNT else COUNT
+    sums = _zeros(T)
+    for step in range(begin, end):
+        next_scales = _load_scales(group, n_tile, m_tile, step + 1, job, T)
+        slot = at % T.stages
+        mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+        rows = _operands(group, slot, b, T)
+        flying = ()
+        for i in gl.static_range(FLIGHT):
+            flying = joined(flying, _start(rows, slot, b, i, T))
+        added = ()
+        for i in gl.static_range(COUNT):
+            part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i), deps=(flying[i],))
+            if i == COUNT - 1:
+                mbarrier.arrive(b.empty.index(slot), count=1)
+            added = joined(added, _add(part, sums[i], scales, i, T))
+            if i + FLIGHT < COUNT:
+                flying = joined(flying, _start(rows, slot, b, i + FLIGHT, T))
+        sums = added
+        scales = next_scales
+        at += 1
+    return sums, scales
+
+
+@gluon.jit
+def _total(group, at, scales, n_tile, m_tile, b, job, T: gl.constexpr):
+    """All ranges of K, added in order."""
+    if T.ranges == 1:
+        total, _ = _sums(group, at, scales, n_tile, m_tile, 0, job.steps, b, job, T)
+        return total
+    else:
+        total = _zeros(T)
+        COUNT: gl.constexpr = products(T)
+        for index in range(0, T.ranges):
+            begin = index * job.per_range
+            end = gl.minimum(begin + job.per_range, job.steps)
+            sums, scales = _sums(
+                group, at + begin, scales, n_tile, m_tile, begin, end, b, job, T
+            )
+            added = ()
+            for i in gl.static_range(COUNT):
+                added = joined(added, total[i] + sums[i])
+            total = added
+        return total
+
+
+@gluon.jit
+def _store_chunk(value, buffer, desc, row, column):
+    """At most one copy of results before this one is still being read."""
+    LAYOUT: gl.constexpr = sums_layout(CHUNK)
+    tma.store_wait(1)
+    buffer.store(gl.convert_layout(value, LAYOUT, assert_trivial=True))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column], buffer)
+
+
+@gluon.jit
+def _halves(value):
+    """`[64, n]` as two `[64, n / 2]`: a thread keeps its numbers."""
+    N: gl.constexpr = value.shape[1]
+    return gl.split(gl.permute(value.reshape([ROWS, 2, N // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def _store(total, group, n_tile, m_tile, desc, b, T: gl.constexpr):
+    COUNT: gl.constexpr = products(T)
+    for i in gl.static_range(COUNT):
+        row = ((m_tile * 2 + group) * T.fragments + i % T.fragments) * ROWS
+        column = n_tile * T.width + i // T.fragments * T.piece
+        value = total[i].to(desc.dtype)
+        if T.piece == 128:
+            low, high = _halves(value)
+            _store_chunk(low, b.results.index(group * 2), desc, row, column)
+            _store_chunk(high, b.results.index(group * 2 + 1), desc, row, column + CHUNK)
+        else:
+            _store_chunk(value, b.results.index(group * 2 + i % 2), desc, row, column)
+
+
+@gluon.jit
+def _multiply(group, out_desc, b, job, T: gl.constexpr):
+    """The job of a multiplying warpgroup."""
+    at = 0
+    n_tile, m_tile = _work(gl.program_id(0), job, T)
+    scales = _load_scales(group, n_tile, m_tile, 0, job, T)
+    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
+        total = _total(group, at, scales, n_tile, m_tile, b, job, T)
+        at += job.steps
+        this_n, this_m = n_tile, m_tile
+        n_tile, m_tile = _work(gl.minimum(item + gl.num_programs(0), job.items - 1), job, T)
+        scales = _load_scales(group, n_tile, m_tile, 0, job, T)
+        _store(total, group, this_n, this_m, out_desc, b, T)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "n_tiles", "m_tiles", "steps", "per_range", "stride"])
+def _a8_mirrored_kernel(
+    x_desc, w_desc, out_desc, row_scales, stride, scale, num_rows, weight_rows, n_tiles, m_tiles,
+    steps, per_range, T: gl.constexpr, NUM_REGISTERS: gl.constexpr,
+    NUM_COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = T.stages
+    ROW_BUFFERS: gl.constexpr = STAGES * 2 * T.fragments
+    PIECE: gl.constexpr = T.piece
+    PIECES: gl.constexpr = STAGES * (T.width // PIECE)
+    b = MirrorBuffers(
+        gl.allocate_shared_memory(gl.float8e4nv, [ROW_BUFFERS, ROWS, 128], SHARED),
+        gl.allocate_shared_memory(gl.float8e4nv, [PIECES, PIECE, 128], SHARED),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(out_desc.dtype, [4, ROWS, CHUNK], out_desc.layout),
+    )
+    for i in gl.static_range(STAGES):
+        mbarrier.init(b.full.index(i), count=1)
+        mbarrier.init(b.empty.index(i), count=2)
+    job = MirrorJob(
+        row_scales, stride, scale, num_rows, weight_rows, n_tiles, m_tiles, n_tiles * m_tiles,
+        steps, per_range,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (0, out_desc, b, job, T)),
+            (_multiply, (1, out_desc, b, job, T)),
+            (_copy, (x_desc, w_desc, b, job, T)),
+        ],
+        [4, 1],
+        [NUM_REGISTERS, NUM_COPY_REGISTERS],
+    )
+
+
+def multiply_rows(rows, weight, out, tile=None) -> None:
+    """`out` `[rows, n]` = a8 rows times an FP8 matrix whose sides are multiples of 128."""
+    ranges, per_range = split_k(weight)
+    tile = (tile or (MATRIX if ranges == 1 else RANGES))._replace(ranges=ranges)
+    shared, bits = gl.NVMMASharedLayout(128, 8, 2), 8 * out.dtype.itemsize
+    results = gl.NVMMASharedLayout(128, bits, 2)
+    n_tiles = triton.cdiv(weight.shape[0], tile.width)
+    m_tiles = triton.cdiv(rows.num_rows, 128 * tile.fragments)
+    programs = min(describe(out.device).multiprocessors, m_tiles * n_tiles)
+    _a8_mirrored_kernel[(programs,)](
+        TensorDescriptor.from_tensor(rows.codes, [64, 128], shared),
+        TensorDescriptor.from_tensor(weight.data, [tile.piece, 128], shared),
+        TensorDescriptor.from_tensor(out, [64, 64], results),
+        rows.scales, rows.scales.stride(0), weight.scale, rows.num_rows, weight.shape[0], n_tiles,
+        m_tiles, rows.num_steps, per_range, T=tile, NUM_REGISTERS=REGISTERS,
+        NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
+    )  # fmt: skip
