@@ -32,6 +32,7 @@ from dsv4.ops.gemm.split_k import split_k
 
 joined = gluon.jit(append.fn)
 ROWS, CHUNK = gl.constexpr(64), gl.constexpr(64)  # of a product; columns of a copy of results
+_ADD = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
 WARPS, REGISTERS, COPY_REGISTERS = 4, 240, 24  # of a multiplying thread, of a copying one
 
 
@@ -170,20 +171,22 @@ def _operands(group, slot, b, T: gl.constexpr):
 
 
 @gluon.jit
-def _start(rows, slot, b, NUMBER: gl.constexpr, T: gl.constexpr):
-    """Product NUMBER of a step: fragments of a piece of weights, then those of the next one."""
+def _start(rows, slot, old, b, job, NUMBER: gl.constexpr, T: gl.constexpr):
+    """Product NUMBER of a step: fragments of a piece of weights, then those of the next one.
+
+    It overwrites `old`, which the compiler must not know to be unused: otherwise each product of a
+    step gets its own registers, and what it adds to is added after the next product."""
     PIECES: gl.constexpr = T.width // T.piece
-    PIECE: gl.constexpr = T.piece
     w = b.weights.index(slot * PIECES + NUMBER // T.fragments).permute((1, 0))
-    zero = gl.zeros([ROWS, PIECE], gl.float32, sums_layout(PIECE))
-    return warpgroup_mma(rows[NUMBER % T.fragments], w, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(
+        rows[NUMBER % T.fragments], w, old, use_acc=job.num_rows < 0, is_async=True
+    )
 
 
 @gluon.jit
-def _zeros(T: gl.constexpr):
+def _zeros(COUNT: gl.constexpr, T: gl.constexpr):
     zeros = ()
     PIECE: gl.constexpr = T.piece
-    COUNT: gl.constexpr = products(T)
     for _ in gl.static_range(COUNT):
         zeros = joined(zeros, gl.zeros([ROWS, PIECE], gl.float32, sums_layout(PIECE)))
     return zeros
@@ -193,8 +196,9 @@ def _zeros(T: gl.constexpr):
 def _add(part, sums, scales, NUMBER: gl.constexpr, T: gl.constexpr):
     GROUP: gl.constexpr = scale_groups(T)
     of_weights = scales[1][NUMBER // T.fragments * T.piece // GROUP]
-    factor = scales[0][NUMBER % T.fragments] * of_weights
-    return part * gl.expand_dims(factor, 1) + sums
+    factor = gl.expand_dims(scales[0][NUMBER % T.fragments] * of_weights, 1)
+    given = [part, factor, sums]
+    return gl.inline_asm_elementwise(_ADD, "=f,f,f,f", given, gl.float32, False, 1)
 
 
 @gluon.jit
@@ -202,7 +206,8 @@ def _sums(group, at, scales, n_tile, m_tile, begin, end, b, job, T: gl.constexpr
     """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
     COUNT: gl.constexpr = products(T)
     FLIGHT: gl.constexpr = T.flight if T.flight < COUNT else COUNT
-    sums = _zeros(T)
+    sums = _zeros(COUNT, T)
+    parts = _zeros(FLIGHT, T)
     for step in range(begin, end):
         next_scales = _load_scales(group, n_tile, m_tile, step + 1, job, T)
         slot = at % T.stages
@@ -210,15 +215,20 @@ def _sums(group, at, scales, n_tile, m_tile, begin, end, b, job, T: gl.constexpr
         rows = _operands(group, slot, b, T)
         flying = ()
         for i in gl.static_range(FLIGHT):
-            flying = joined(flying, _start(rows, slot, b, i, T))
+            flying = joined(flying, _start(rows, slot, parts[i], b, job, i, T))
         added = ()
+        parts = ()
         for i in gl.static_range(COUNT):
             part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i), deps=(flying[i],))
             if i == COUNT - 1:
                 mbarrier.arrive(b.empty.index(slot), count=1)
             added = joined(added, _add(part, sums[i], scales, i, T))
             if i + FLIGHT < COUNT:
-                flying = joined(flying, _start(rows, slot, b, i + FLIGHT, T))
+                if job.num_rows < 0:
+                    mbarrier.wait(b.full.index(slot), 0)
+                flying = joined(flying, _start(rows, slot, part, b, job, i + FLIGHT, T))
+            else:
+                parts = joined(parts, part)
         sums = added
         scales = next_scales
         at += 1
@@ -232,8 +242,8 @@ def _total(group, at, scales, n_tile, m_tile, b, job, T: gl.constexpr):
         total, _ = _sums(group, at, scales, n_tile, m_tile, 0, job.steps, b, job, T)
         return total
     else:
-        total = _zeros(T)
         COUNT: gl.constexpr = products(T)
+        total = _zeros(COUNT, T)
         for index in range(0, T.ranges):
             begin = index * job.per_range
             end = gl.minimum(begin + job.per_range, job.steps)
