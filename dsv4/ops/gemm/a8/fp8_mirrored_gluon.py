@@ -62,6 +62,7 @@ class MirrorBuffers(NamedTuple):
     full: object
     empty: object
     results: object
+    out: object
 
 
 class MirrorJob(NamedTuple):
@@ -96,9 +97,9 @@ def products(T):
 
 
 @gluon.constexpr_function
-def outstanding(flight, left):
-    """Products that may go on when the first of `left` is awaited."""
-    return max(min(flight, left) - 1, 0)
+def outstanding(flight, left, more):
+    """Products that may go on when the first of `left` is awaited; `more`: others follow these."""
+    return (flight if more else min(flight, left)) - 1
 
 
 @gluon.jit
@@ -136,7 +137,7 @@ def _copy(x_desc, w_desc, b, job, T: gl.constexpr):
 
 
 @gluon.jit
-def _load_scales(group, n_tile, m_tile, step, job, T: gl.constexpr):
+def _load_scales(group, tile, step, job, T: gl.constexpr):
     """(of each fragment's rows, of each group of weight rows) in a step. What lies beyond the
     matrices has the last scale, and is not stored."""
     SUMS: gl.constexpr = sums_layout(T.piece)
@@ -144,7 +145,7 @@ def _load_scales(group, n_tile, m_tile, step, job, T: gl.constexpr):
     of_rows = ()
     FRAGMENTS: gl.constexpr = T.fragments
     for f in gl.static_range(FRAGMENTS):
-        row = ((m_tile * 2 + group) * T.fragments + f) * ROWS
+        row = ((tile[1] * 2 + group) * T.fragments + f) * ROWS
         row += gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         row = gl.minimum(row, job.num_rows - 1)
         of_rows = joined(of_rows, gl.load(job.row_scales + step * job.stride + row))
@@ -152,8 +153,8 @@ def _load_scales(group, n_tile, m_tile, step, job, T: gl.constexpr):
     GROUP: gl.constexpr = scale_groups(T)
     GROUPS: gl.constexpr = T.width // GROUP
     for i in gl.static_range(GROUPS):
-        tile = gl.minimum((n_tile * T.width + i * GROUP) // 128, job.weight_rows // 128 - 1)
-        of_weights = joined(of_weights, gl.load(job.scale + tile * job.steps + step))
+        n = gl.minimum((tile[0] * T.width + i * GROUP) // 128, job.weight_rows // 128 - 1)
+        of_weights = joined(of_weights, gl.load(job.scale + n * job.steps + step))
     return of_rows, of_weights
 
 
@@ -202,59 +203,114 @@ def _add(part, sums, scales, NUMBER: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _sums(group, at, scales, n_tile, m_tile, begin, end, b, job, T: gl.constexpr):
-    """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
-    COUNT: gl.constexpr = products(T)
-    FLIGHT: gl.constexpr = T.flight if T.flight < COUNT else COUNT
-    sums = _zeros(COUNT, T)
-    parts = _zeros(FLIGHT, T)
-    for step in range(begin, end):
-        next_scales = _load_scales(group, n_tile, m_tile, step + 1, job, T)
-        slot = at % T.stages
-        mbarrier.wait(b.full.index(slot), at // T.stages & 1)
-        rows = _operands(group, slot, b, T)
-        flying = ()
-        for i in gl.static_range(FLIGHT):
-            flying = joined(flying, _start(rows, slot, parts[i], b, job, i, T))
-        added = ()
-        parts = ()
-        for i in gl.static_range(COUNT):
-            part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i), deps=(flying[i],))
-            if i == COUNT - 1:
-                mbarrier.arrive(b.empty.index(slot), count=1)
-            added = joined(added, _add(part, sums[i], scales, i, T))
-            if i + FLIGHT < COUNT:
-                if job.num_rows < 0:
-                    mbarrier.wait(b.full.index(slot), 0)
-                flying = joined(flying, _start(rows, slot, part, b, job, i + FLIGHT, T))
-            else:
-                parts = joined(parts, part)
-        sums = added
-        scales = next_scales
-        at += 1
-    return sums, scales
+def _start_step(group, at, parts, b, job, T: gl.constexpr):
+    """(the operands in registers, the first products of a step) once its buffer is full."""
+    slot = at % T.stages
+    mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+    rows = _operands(group, slot, b, T)
+    flying = ()
+    FLIGHT: gl.constexpr = T.flight
+    for i in gl.static_range(FLIGHT):
+        flying = joined(flying, _start(rows, slot, parts[i], b, job, i, T))
+    return rows if T.registers else (), flying
 
 
 @gluon.jit
-def _total(group, at, scales, n_tile, m_tile, b, job, T: gl.constexpr):
-    """All ranges of K, added in order."""
+def _step(group, at, rows, flying, sums, scales, tile, b, job, MORE: gl.constexpr,
+          STORE: gl.constexpr, T: gl.constexpr):  # fmt: skip
+    """Ends a step whose first products were started. With MORE and T.ahead the next step is
+    started before the last sums are added; with STORE results are stored as they come."""
+    COUNT: gl.constexpr = products(T)
+    FLIGHT: gl.constexpr = T.flight
+    slot = at % T.stages
+    if not T.registers:
+        rows = _operands(group, slot, b, T)
+    next_slot = (at + 1) % T.stages
+    next_rows = ()
+    added = ()
+    later = ()
+    for i in gl.static_range(COUNT):
+        part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i, MORE and T.ahead), deps=(flying[i],))
+        if i == COUNT - 1:
+            mbarrier.arrive(b.empty.index(slot), count=1)
+        value = _add(part, sums[i], scales, i, T)
+        if i + FLIGHT < COUNT:
+            _stay(slot, b, job)
+            flying = joined(flying, _start(rows, slot, part, b, job, i + FLIGHT, T))
+        elif MORE and T.ahead:
+            if i + FLIGHT == COUNT:
+                mbarrier.wait(b.full.index(next_slot), (at + 1) // T.stages & 1)
+                next_rows = _operands(group, next_slot, b, T)
+            new = _start(next_rows, next_slot, part, b, job, i + FLIGHT - COUNT, T)
+            later = joined(later, new)
+        else:
+            later = joined(later, part)
+        if STORE:
+            _store(value, group, tile, b, i, T)
+        added = joined(added, value)
+    return next_rows if T.registers else (), later, added
+
+
+@gluon.jit
+def _stay(slot, b, job):
+    """Never taken: instructions before and after it are not mixed by the compiler."""
+    if job.num_rows < 0:
+        mbarrier.wait(b.full.index(slot), 0)
+
+
+@gluon.jit
+def _range(group, at, scales, tile, next_tile, begin, end, b, job, STORE: gl.constexpr,
+           T: gl.constexpr):  # fmt: skip
+    """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
+    COUNT: gl.constexpr = products(T)
+    FLIGHT: gl.constexpr = T.flight
+    sums = _zeros(COUNT, T)
+    later = _zeros(FLIGHT, T)
+    rows = ()
+    if T.ahead:
+        rows, later = _start_step(group, at, later, b, job, T)
+    for step in range(begin, end - 1):
+        next_scales = _load_scales(group, tile, step + 1, job, T)
+        if not T.ahead:
+            rows, later = _start_step(group, at, later, b, job, T)
+        rows, later, sums = _step(
+            group, at, rows, later, sums, scales, tile, b, job, True, False, T
+        )
+        scales = next_scales
+        at += 1
+    if STORE:
+        next_scales = _load_scales(group, next_tile, 0, job, T)
+    else:
+        next_scales = _load_scales(group, tile, end, job, T)
+    if not T.ahead:
+        rows, later = _start_step(group, at, later, b, job, T)
+    rows, later, sums = _step(group, at, rows, later, sums, scales, tile, b, job, False, STORE, T)
+    return sums, next_scales
+
+
+@gluon.jit
+def _multiply_tile(group, at, scales, tile, next_tile, b, job, T: gl.constexpr):
+    """All ranges of K, added in order; returns the next tile's first scales."""
     if T.ranges == 1:
-        total, _ = _sums(group, at, scales, n_tile, m_tile, 0, job.steps, b, job, T)
-        return total
+        _, scales = _range(group, at, scales, tile, next_tile, 0, job.steps, b, job, True, T)
+        return scales
     else:
         COUNT: gl.constexpr = products(T)
         total = _zeros(COUNT, T)
         for index in range(0, T.ranges):
             begin = index * job.per_range
             end = gl.minimum(begin + job.per_range, job.steps)
-            sums, scales = _sums(
-                group, at + begin, scales, n_tile, m_tile, begin, end, b, job, T
+            sums, scales = _range(
+                group, at + begin, scales, tile, tile, begin, end, b, job, False, T
             )
             added = ()
             for i in gl.static_range(COUNT):
                 added = joined(added, total[i] + sums[i])
             total = added
-        return total
+        scales = _load_scales(group, next_tile, 0, job, T)
+        for i in gl.static_range(COUNT):
+            _store(total[i], group, tile, b, i, T)
+        return scales
 
 
 @gluon.jit
@@ -268,40 +324,30 @@ def _store_chunk(value, buffer, desc, row, column):
 
 
 @gluon.jit
-def _halves(value):
-    """`[64, n]` as two `[64, n / 2]`: a thread keeps its numbers."""
-    N: gl.constexpr = value.shape[1]
-    return gl.split(gl.permute(value.reshape([ROWS, 2, N // 2]), [0, 2, 1]))
+def _store(value, group, tile, b, NUMBER: gl.constexpr, T: gl.constexpr):
+    """Results of product NUMBER; columns of a copy are 64."""
+    row = ((tile[1] * 2 + group) * T.fragments + NUMBER % T.fragments) * ROWS
+    column = tile[0] * T.width + NUMBER // T.fragments * T.piece
+    value = value.to(b.out.dtype)
+    if T.piece == 2 * CHUNK:
+        halves = gl.split(gl.permute(value.reshape([ROWS, 2, CHUNK]), [0, 2, 1]))
+        _store_chunk(halves[0], b.results.index(group * 2), b.out, row, column)
+        _store_chunk(halves[1], b.results.index(group * 2 + 1), b.out, row, column + CHUNK)
+    else:
+        _store_chunk(value, b.results.index(group * 2 + NUMBER % 2), b.out, row, column)
 
 
 @gluon.jit
-def _store(total, group, n_tile, m_tile, desc, b, T: gl.constexpr):
-    COUNT: gl.constexpr = products(T)
-    for i in gl.static_range(COUNT):
-        row = ((m_tile * 2 + group) * T.fragments + i % T.fragments) * ROWS
-        column = n_tile * T.width + i // T.fragments * T.piece
-        value = total[i].to(desc.dtype)
-        if T.piece == 128:
-            low, high = _halves(value)
-            _store_chunk(low, b.results.index(group * 2), desc, row, column)
-            _store_chunk(high, b.results.index(group * 2 + 1), desc, row, column + CHUNK)
-        else:
-            _store_chunk(value, b.results.index(group * 2 + i % 2), desc, row, column)
-
-
-@gluon.jit
-def _multiply(group, out_desc, b, job, T: gl.constexpr):
+def _multiply(group, b, job, T: gl.constexpr):
     """The job of a multiplying warpgroup."""
     at = 0
-    n_tile, m_tile = _work(gl.program_id(0), job, T)
-    scales = _load_scales(group, n_tile, m_tile, 0, job, T)
+    tile = _work(gl.program_id(0), job, T)
+    scales = _load_scales(group, tile, 0, job, T)
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
-        total = _total(group, at, scales, n_tile, m_tile, b, job, T)
+        next_tile = _work(gl.minimum(item + gl.num_programs(0), job.items - 1), job, T)
+        scales = _multiply_tile(group, at, scales, tile, next_tile, b, job, T)
+        tile = next_tile
         at += job.steps
-        this_n, this_m = n_tile, m_tile
-        n_tile, m_tile = _work(gl.minimum(item + gl.num_programs(0), job.items - 1), job, T)
-        scales = _load_scales(group, n_tile, m_tile, 0, job, T)
-        _store(total, group, this_n, this_m, out_desc, b, T)
     tma.store_wait(0)
 
 
@@ -323,6 +369,7 @@ def _a8_mirrored_kernel(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(out_desc.dtype, [4, ROWS, CHUNK], out_desc.layout),
+        out_desc,
     )
     for i in gl.static_range(STAGES):
         mbarrier.init(b.full.index(i), count=1)
@@ -333,8 +380,8 @@ def _a8_mirrored_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply, (0, out_desc, b, job, T)),
-            (_multiply, (1, out_desc, b, job, T)),
+            (_multiply, (0, b, job, T)),
+            (_multiply, (1, b, job, T)),
             (_copy, (x_desc, w_desc, b, job, T)),
         ],
         [4, 1],
