@@ -31,9 +31,11 @@ from dsv4.ops.core.helpers_device import append
 from dsv4.ops.gemm.split_k import split_k
 
 joined = gluon.jit(append.fn)
-ROWS, CHUNK = gl.constexpr(64), gl.constexpr(64)  # of a product; columns of a copy of results
+ROWS = gl.constexpr(64)  # input rows of a product
+COPY_BYTES = 128  # of a row of results
 _ADD = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
-WARPS, REGISTERS, COPY_REGISTERS = 4, 240, 24  # of a multiplying thread, of a copying one
+WARPS, COPY_REGISTERS = 4, 24
+REGISTERS = {2: 240, 3: 160}  # of a multiplying thread, by `groups`
 
 
 class MirrorTile(NamedTuple):
@@ -47,7 +49,7 @@ class MirrorTile(NamedTuple):
     registers: bool  # input rows are multiplied from registers
     band: int  # tiles of weight rows that all rows are multiplied by before others
     ranges: int = 1
-    ahead: bool = False  # a step's first product starts before the last one's sums are added
+    groups: int = 2  # of four warps that multiply
 
 
 MATRIX = MirrorTile(256, 128, 1, 1, 4, False, 16)
@@ -97,9 +99,9 @@ def products(T):
 
 
 @gluon.constexpr_function
-def outstanding(flight, left, more):
-    """Products that may go on when the first of `left` is awaited; `more`: others follow these."""
-    return (flight if more else min(flight, left)) - 1
+def outstanding(flight, left):
+    """Products that may go on when the first of `left` is awaited."""
+    return min(flight, left) - 1
 
 
 @gluon.jit
@@ -115,7 +117,7 @@ def _work(item, job, T: gl.constexpr):
 @gluon.jit
 def _copy(x_desc, w_desc, b, job, T: gl.constexpr):
     """The job of the copying warp."""
-    FRAGMENTS: gl.constexpr = 2 * T.fragments
+    FRAGMENTS: gl.constexpr = T.groups * T.fragments
     PIECES: gl.constexpr = T.width // T.piece
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
@@ -145,7 +147,7 @@ def _load_scales(group, tile, step, job, T: gl.constexpr):
     of_rows = ()
     FRAGMENTS: gl.constexpr = T.fragments
     for f in gl.static_range(FRAGMENTS):
-        row = ((tile[1] * 2 + group) * T.fragments + f) * ROWS
+        row = ((tile[1] * T.groups + group) * T.fragments + f) * ROWS
         row += gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
         row = gl.minimum(row, job.num_rows - 1)
         of_rows = joined(of_rows, gl.load(job.row_scales + step * job.stride + row))
@@ -164,7 +166,7 @@ def _operands(group, slot, b, T: gl.constexpr):
     found = ()
     FRAGMENTS: gl.constexpr = T.fragments
     for f in gl.static_range(FRAGMENTS):
-        rows = b.rows.index((slot * 2 + group) * T.fragments + f)
+        rows = b.rows.index((slot * T.groups + group) * T.fragments + f)
         if T.registers:
             rows = rows.load(gl.DotOperandLayout(0, sums_layout(T.piece), 4))
         found = joined(found, rows)
@@ -203,138 +205,109 @@ def _add(part, sums, scales, NUMBER: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _start_step(group, at, parts, b, job, T: gl.constexpr):
-    """(the operands in registers, the first products of a step) once its buffer is full."""
+def _stay(slot, b, job):
+    """Never waits; the compiler does not mix instructions before and after it."""
+    if job.num_rows < 0:
+        mbarrier.wait(b.full.index(slot), 0)
+
+
+@gluon.jit
+def _step(group, at, parts, sums, total, scales, tile, b, job, STORE: gl.constexpr,
+          T: gl.constexpr):  # fmt: skip
+    """(registers of the last products, new sums). With STORE results leave as they come, while the
+    next products of this last step run."""
+    COUNT: gl.constexpr = products(T)
+    FLIGHT: gl.constexpr = T.flight
     slot = at % T.stages
     mbarrier.wait(b.full.index(slot), at // T.stages & 1)
     rows = _operands(group, slot, b, T)
     flying = ()
-    FLIGHT: gl.constexpr = T.flight
     for i in gl.static_range(FLIGHT):
         flying = joined(flying, _start(rows, slot, parts[i], b, job, i, T))
-    return rows if T.registers else (), flying
-
-
-@gluon.jit
-def _step(group, at, rows, flying, sums, scales, tile, b, job, MORE: gl.constexpr,
-          STORE: gl.constexpr, T: gl.constexpr):  # fmt: skip
-    """Ends a step whose first products were started. With MORE and T.ahead the next step is
-    started before the last sums are added; with STORE results are stored as they come."""
-    COUNT: gl.constexpr = products(T)
-    FLIGHT: gl.constexpr = T.flight
-    slot = at % T.stages
-    if not T.registers:
-        rows = _operands(group, slot, b, T)
-    next_slot = (at + 1) % T.stages
-    next_rows = ()
     added = ()
     later = ()
     for i in gl.static_range(COUNT):
-        part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i, MORE and T.ahead), deps=(flying[i],))
+        part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i), deps=(flying[i],))
         if i == COUNT - 1:
             mbarrier.arrive(b.empty.index(slot), count=1)
         value = _add(part, sums[i], scales, i, T)
         if i + FLIGHT < COUNT:
             _stay(slot, b, job)
             flying = joined(flying, _start(rows, slot, part, b, job, i + FLIGHT, T))
-        elif MORE and T.ahead:
-            if i + FLIGHT == COUNT:
-                mbarrier.wait(b.full.index(next_slot), (at + 1) // T.stages & 1)
-                next_rows = _operands(group, next_slot, b, T)
-            new = _start(next_rows, next_slot, part, b, job, i + FLIGHT - COUNT, T)
-            later = joined(later, new)
         else:
             later = joined(later, part)
-        if STORE:
-            _store(value, group, tile, b, i, T)
         added = joined(added, value)
-    return next_rows if T.registers else (), later, added
+        if STORE:
+            if T.ranges > 1:
+                value = total[i] + value
+            row = ((tile[1] * T.groups + group) * T.fragments + i % T.fragments) * ROWS
+            _store(value, row, tile[0] * T.width, group, b, i // T.fragments * T.piece)
+    return later, added
 
 
 @gluon.jit
-def _stay(slot, b, job):
-    """Never taken: instructions before and after it are not mixed by the compiler."""
-    if job.num_rows < 0:
-        mbarrier.wait(b.full.index(slot), 0)
-
-
-@gluon.jit
-def _range(group, at, scales, tile, next_tile, begin, end, b, job, STORE: gl.constexpr,
+def _range(group, at, scales, tile, next_tile, begin, end, total, b, job, STORE: gl.constexpr,
            T: gl.constexpr):  # fmt: skip
     """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
     COUNT: gl.constexpr = products(T)
     FLIGHT: gl.constexpr = T.flight
     sums = _zeros(COUNT, T)
-    later = _zeros(FLIGHT, T)
-    rows = ()
-    if T.ahead:
-        rows, later = _start_step(group, at, later, b, job, T)
+    parts = _zeros(FLIGHT, T)
     for step in range(begin, end - 1):
         next_scales = _load_scales(group, tile, step + 1, job, T)
-        if not T.ahead:
-            rows, later = _start_step(group, at, later, b, job, T)
-        rows, later, sums = _step(
-            group, at, rows, later, sums, scales, tile, b, job, True, False, T
-        )
+        parts, sums = _step(group, at, parts, sums, total, scales, tile, b, job, False, T)
         scales = next_scales
         at += 1
     if STORE:
         next_scales = _load_scales(group, next_tile, 0, job, T)
     else:
         next_scales = _load_scales(group, tile, end, job, T)
-    if not T.ahead:
-        rows, later = _start_step(group, at, later, b, job, T)
-    rows, later, sums = _step(group, at, rows, later, sums, scales, tile, b, job, False, STORE, T)
+    parts, sums = _step(group, at, parts, sums, total, scales, tile, b, job, STORE, T)
     return sums, next_scales
 
 
 @gluon.jit
 def _multiply_tile(group, at, scales, tile, next_tile, b, job, T: gl.constexpr):
     """All ranges of K, added in order; returns the next tile's first scales."""
-    if T.ranges == 1:
-        _, scales = _range(group, at, scales, tile, next_tile, 0, job.steps, b, job, True, T)
-        return scales
-    else:
-        COUNT: gl.constexpr = products(T)
+    COUNT: gl.constexpr = products(T)
+    total = ()
+    begin = 0
+    if T.ranges > 1:
         total = _zeros(COUNT, T)
-        for index in range(0, T.ranges):
+        for index in range(0, T.ranges - 1):
             begin = index * job.per_range
-            end = gl.minimum(begin + job.per_range, job.steps)
             sums, scales = _range(
-                group, at + begin, scales, tile, tile, begin, end, b, job, False, T
-            )
+                group, at + begin, scales, tile, tile, begin, begin + job.per_range, total, b, job,
+                False, T,
+            )  # fmt: skip
             added = ()
             for i in gl.static_range(COUNT):
                 added = joined(added, total[i] + sums[i])
             total = added
-        scales = _load_scales(group, next_tile, 0, job, T)
-        for i in gl.static_range(COUNT):
-            _store(total[i], group, tile, b, i, T)
-        return scales
+        begin = (T.ranges - 1) * job.per_range
+    _, scales = _range(
+        group, at + begin, scales, tile, next_tile, begin, job.steps, total, b, job, True, T
+    )
+    return scales
 
 
 @gluon.jit
-def _store_chunk(value, buffer, desc, row, column):
-    """At most one copy of results before this one is still being read."""
-    LAYOUT: gl.constexpr = sums_layout(CHUNK)
-    tma.store_wait(1)
-    buffer.store(gl.convert_layout(value, LAYOUT, assert_trivial=True))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], buffer)
-
-
-@gluon.jit
-def _store(value, group, tile, b, NUMBER: gl.constexpr, T: gl.constexpr):
-    """Results of product NUMBER; columns of a copy are 64."""
-    row = ((tile[1] * 2 + group) * T.fragments + NUMBER % T.fragments) * ROWS
-    column = tile[0] * T.width + NUMBER // T.fragments * T.piece
-    value = value.to(b.out.dtype)
-    if T.piece == 2 * CHUNK:
-        halves = gl.split(gl.permute(value.reshape([ROWS, 2, CHUNK]), [0, 2, 1]))
-        _store_chunk(halves[0], b.results.index(group * 2), b.out, row, column)
-        _store_chunk(halves[1], b.results.index(group * 2 + 1), b.out, row, column + CHUNK)
+def _store(value, row, column, group, b, OFFSET: gl.constexpr):
+    """Copies a line of 128 bytes wide, from two buffers in turn."""
+    COLUMNS: gl.constexpr = value.shape[1]
+    CHUNK: gl.constexpr = b.results.shape[2]
+    if COLUMNS > CHUNK:
+        HALF: gl.constexpr = COLUMNS // 2
+        halves = gl.split(gl.permute(value.reshape([ROWS, 2, HALF]), [0, 2, 1]))
+        _store(halves[0], row, column, group, b, OFFSET)
+        _store(halves[1], row, column, group, b, OFFSET + HALF)
     else:
-        _store_chunk(value, b.results.index(group * 2 + NUMBER % 2), b.out, row, column)
+        value = gl.convert_layout(value, sums_layout(COLUMNS), assert_trivial=True)
+        buffer = b.results.index(group * 2 + OFFSET // CHUNK % 2)
+        tma.store_wait(1)
+        buffer.store(value.to(b.out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(b.out, [row, column + OFFSET], buffer)
 
 
 @gluon.jit
@@ -360,49 +333,64 @@ def _a8_mirrored_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = T.stages
-    ROW_BUFFERS: gl.constexpr = STAGES * 2 * T.fragments
+    ROW_BUFFERS: gl.constexpr = STAGES * T.groups * T.fragments
     PIECE: gl.constexpr = T.piece
     PIECES: gl.constexpr = STAGES * (T.width // PIECE)
+    CHUNK: gl.constexpr = out_desc.block_shape
     b = MirrorBuffers(
         gl.allocate_shared_memory(gl.float8e4nv, [ROW_BUFFERS, ROWS, 128], SHARED),
         gl.allocate_shared_memory(gl.float8e4nv, [PIECES, PIECE, 128], SHARED),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(out_desc.dtype, [4, ROWS, CHUNK], out_desc.layout),
+        gl.allocate_shared_memory(out_desc.dtype, [2 * T.groups] + CHUNK, out_desc.layout),
         out_desc,
     )
     for i in gl.static_range(STAGES):
         mbarrier.init(b.full.index(i), count=1)
-        mbarrier.init(b.empty.index(i), count=2)
+        mbarrier.init(b.empty.index(i), count=T.groups)
     job = MirrorJob(
         row_scales, stride, scale, num_rows, weight_rows, n_tiles, m_tiles, n_tiles * m_tiles,
         steps, per_range,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_multiply, (0, b, job, T)),
-            (_multiply, (1, b, job, T)),
-            (_copy, (x_desc, w_desc, b, job, T)),
-        ],
-        [4, 1],
-        [NUM_REGISTERS, NUM_COPY_REGISTERS],
-    )
+    if T.groups == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, b, job, T)),
+                (_multiply, (1, b, job, T)),
+                (_copy, (x_desc, w_desc, b, job, T)),
+            ],
+            [4, 1],
+            [NUM_REGISTERS, NUM_COPY_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, b, job, T)),
+                (_multiply, (1, b, job, T)),
+                (_multiply, (2, b, job, T)),
+                (_copy, (x_desc, w_desc, b, job, T)),
+            ],
+            [4, 4, 1],
+            [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
+        )
 
 
 def multiply_rows(rows, weight, out, tile=None) -> None:
     """`out` `[rows, n]` = a8 rows times an FP8 matrix whose sides are multiples of 128."""
     ranges, per_range = split_k(weight)
     tile = (tile or (MATRIX if ranges == 1 else RANGES))._replace(ranges=ranges)
-    shared, bits = gl.NVMMASharedLayout(128, 8, 2), 8 * out.dtype.itemsize
-    results = gl.NVMMASharedLayout(128, bits, 2)
+    shared = gl.NVMMASharedLayout(128, 8, 2)
+    size = out.dtype.itemsize
+    chunk = min(COPY_BYTES // size, tile.piece)
+    results = gl.NVMMASharedLayout(chunk * size, 8 * size, 2)
     n_tiles = triton.cdiv(weight.shape[0], tile.width)
-    m_tiles = triton.cdiv(rows.num_rows, 128 * tile.fragments)
+    m_tiles = triton.cdiv(rows.num_rows, 64 * tile.groups * tile.fragments)
     programs = min(describe(out.device).multiprocessors, m_tiles * n_tiles)
     _a8_mirrored_kernel[(programs,)](
         TensorDescriptor.from_tensor(rows.codes, [64, 128], shared),
         TensorDescriptor.from_tensor(weight.data, [tile.piece, 128], shared),
-        TensorDescriptor.from_tensor(out, [64, 64], results),
+        TensorDescriptor.from_tensor(out, [64, chunk], results),
         rows.scales, rows.scales.stride(0), weight.scale, rows.num_rows, weight.shape[0], n_tiles,
-        m_tiles, rows.num_steps, per_range, T=tile, NUM_REGISTERS=REGISTERS,
+        m_tiles, rows.num_steps, per_range, T=tile, NUM_REGISTERS=REGISTERS[tile.groups],
         NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
     )  # fmt: skip
