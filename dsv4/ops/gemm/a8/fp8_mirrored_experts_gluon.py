@@ -28,7 +28,8 @@ from dsv4.ops.gemm.a8.fp8_prompt_device import _operand, _unpack, activated
 ROWS, UNPACKED = gl.constexpr(64), gl.constexpr(2)  # of a product; steps of unpacked weights
 PACKED = gl.constexpr(2 * 64 * (16 + 1) * 4)  # bytes of MXFP4 in 128 rows and columns
 MOST_ROWS = 256  # of a tile
-WARPS, REGISTERS, UNPACK_REGISTERS, COPY_REGISTERS = 4, 200, 88, 24
+WARPS = 4
+REGISTERS = {64: (208, 64, 32), 128: (216, 48, 32)}  # to multiply, unpack, copy; by `piece`
 
 
 class MirroredExperts(NamedTuple):
@@ -40,7 +41,7 @@ class MirroredExperts(NamedTuple):
     end: int = PAIRS  # or SWIGLU
 
 
-EXPERTS = MirroredExperts(64, 4, True)
+EXPERTS = MirroredExperts(128, 4, False)
 
 
 class ExpertBuffers(NamedTuple):
@@ -75,10 +76,11 @@ class ExpertJob(NamedTuple):
 
 @gluon.jit
 def _work(item, job):
-    """(expert, tile of weight rows, first input row, rows) of an item; expert -1: none."""
-    item = gl.minimum(item, job.items - 1)
-    m_tile = item // job.n_tiles
+    """(expert, tile of weight rows, first input row, rows) of an item. Expert -1: none, and none
+    follows, as the last tiles are empty."""
+    m_tile = gl.minimum(item, job.items - 1) // job.n_tiles
     expert = gl.load(job.groups.tile_expert + m_tile)
+    expert = gl.where(item < job.items, expert, -1)
     row = gl.load(job.groups.tile_start + m_tile)
     end = gl.load(job.groups.tile_end + m_tile)
     return expert, item % job.n_tiles, row, gl.minimum(end - row, 4 * ROWS)
@@ -107,45 +109,49 @@ def _copy_tile(descs, at, work, b, job, COUNT: gl.constexpr, T: gl.constexpr):
 def _copy(descs, b, job, T: gl.constexpr):
     """The job of the copying warp."""
     at = 0
-    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
+    item = gl.program_id(0)
+    work = _work(item, job)
+    while work[0] >= 0:
+        if work[3] <= ROWS:
+            _copy_tile(descs, at, work, b, job, 1, T)
+        elif work[3] <= 2 * ROWS:
+            _copy_tile(descs, at, work, b, job, 2, T)
+        elif work[3] <= 3 * ROWS:
+            _copy_tile(descs, at, work, b, job, 3, T)
+        else:
+            _copy_tile(descs, at, work, b, job, 4, T)
+        at += job.steps
+        item += gl.num_programs(0)
         work = _work(item, job)
-        if work[0] >= 0:
-            if work[3] <= ROWS:
-                _copy_tile(descs, at, work, b, job, 1, T)
-            elif work[3] <= 2 * ROWS:
-                _copy_tile(descs, at, work, b, job, 2, T)
-            elif work[3] <= 3 * ROWS:
-                _copy_tile(descs, at, work, b, job, 3, T)
-            else:
-                _copy_tile(descs, at, work, b, job, 4, T)
-            at += job.steps
 
 
 @gluon.jit
 def _unpack_all(b, job, T: gl.constexpr):
     """The job of the unpacking group. A step's rows are given back when its weights are."""
     at = 0
-    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
+    item = gl.program_id(0)
+    work = _work(item, job)
+    while work[0] >= 0:
+        for _ in range(0, job.steps):
+            slot = at % T.stages
+            to = at % UNPACKED
+            mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+            for half in gl.static_range(2):
+                words, low, high = _unpack(b, slot * 2 + half)
+                codes = _operand(words, low, high)
+                if half == 0:
+                    mbarrier.wait(b.used.index(to), (at // UNPACKED + 1) & 1)
+                    before = (at + T.stages - UNPACKED) % T.stages
+                    mbarrier.arrive(b.empty.index(before), count=1, pred=at >= UNPACKED)
+                if T.piece == 64:
+                    b.weights.index(to * 2 + half).store(codes)
+                else:
+                    b.weights.index(to).slice(half * 64, 64).store(codes)
+            fence_async_shared()
+            mbarrier.arrive(b.unpacked.index(to), count=1)
+            at += 1
+        item += gl.num_programs(0)
         work = _work(item, job)
-        if work[0] >= 0:
-            for _ in range(0, job.steps):
-                slot = at % T.stages
-                to = at % UNPACKED
-                mbarrier.wait(b.full.index(slot), at // T.stages & 1)
-                for half in gl.static_range(2):
-                    words, low, high = _unpack(b, slot * 2 + half)
-                    codes = _operand(words, low, high)
-                    if half == 0:
-                        mbarrier.wait(b.used.index(to), (at // UNPACKED + 1) & 1)
-                        before = (at + T.stages - UNPACKED) % T.stages
-                        mbarrier.arrive(b.empty.index(before), count=1, pred=at >= UNPACKED)
-                    if T.piece == 64:
-                        b.weights.index(to * 2 + half).store(codes)
-                    else:
-                        b.weights.index(to).slice(half * 64, 64).store(codes)
-                fence_async_shared()
-                mbarrier.arrive(b.unpacked.index(to), count=1)
-                at += 1
 
 
 @gluon.jit
@@ -172,9 +178,10 @@ def _step(group, at, part, sums, scales, b, job, LIVE: gl.constexpr, T: gl.const
     mbarrier.wait(b.unpacked.index(w_slot), at // UNPACKED & 1)
     added = ()
     for i in gl.static_range(COUNT):
-        rows = b.rows.index(slot * 4 + 2 * (i // PIECES) + group)
-        if T.registers:
-            rows = rows.load(gl.DotOperandLayout(0, sums_layout(T.piece), 4))
+        if i % PIECES == 0:
+            rows = b.rows.index(slot * 4 + 2 * (i // PIECES) + group)
+            if T.registers:
+                rows = rows.load(gl.DotOperandLayout(0, sums_layout(T.piece), 4))
         w = b.weights.index(w_slot * PIECES + i % PIECES).permute((1, 0))
         # into the same registers each time: the compiler must not know that it overwrites them
         part = warpgroup_mma(rows, w, part, use_acc=job.num_rows < 0, is_async=True)
@@ -261,29 +268,27 @@ def _pass_tile(at, b, job, T: gl.constexpr):
 def _multiply(group, b, job, T: gl.constexpr):
     """The job of a multiplying group."""
     at = 0
-    work = _work(gl.program_id(0), job)
+    item = gl.program_id(0)
+    work = _work(item, job)
     scales = _load_scales(group, work[2], 0, job, T)
-    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
-        new = _work(item + gl.num_programs(0), job)
-        if work[0] >= 0:
-            if work[3] > (2 + group) * ROWS:
-                scales = _multiply_tile(group, at, work, new[2], scales, b, job, 2, T)
-            elif work[3] > group * ROWS:
-                scales = _multiply_tile(group, at, work, new[2], scales, b, job, 1, T)
-            else:
-                _pass_tile(at, b, job, T)
-                scales = _load_scales(group, new[2], 0, job, T)
-            at += job.steps
+    while work[0] >= 0:
+        item += gl.num_programs(0)
+        new = _work(item, job)
+        if work[3] > (2 + group) * ROWS:
+            scales = _multiply_tile(group, at, work, new[2], scales, b, job, 2, T)
+        elif work[3] > group * ROWS:
+            scales = _multiply_tile(group, at, work, new[2], scales, b, job, 1, T)
         else:
+            _pass_tile(at, b, job, T)
             scales = _load_scales(group, new[2], 0, job, T)
+        at += job.steps
         work = new
 
 
 @gluon.jit(do_not_specialize=["num_rows", "stride", "n_tiles", "items", "steps"])
 def _a8_mirrored_experts_kernel(
     x_desc, w_desc, shift_desc, row_scales, stride, factors, out, groups, token_weights, num_rows,
-    size, n_tiles, items, steps, limit, T: gl.constexpr, NUM_REGISTERS: gl.constexpr,
-    NUM_UNPACK_REGISTERS: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
+    size, n_tiles, items, steps, limit, T: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
@@ -319,7 +324,7 @@ def _a8_mirrored_experts_kernel(
             (_copy, ((x_desc, w_desc, shift_desc), b, job, T)),
         ],
         [4, 4, 1],
-        [NUM_REGISTERS, NUM_UNPACK_REGISTERS, NUM_COPY_REGISTERS],
+        REGISTERS,
     )
 
 
@@ -336,7 +341,6 @@ def multiply_experts(rows, weight, out, grouped, *, weights=None, limit=0.0, til
         TensorDescriptor.from_tensor(weight.shifts.view(-1, 64), [1, 64], flat),
         rows.scales, rows.scales.stride(0), weight.factor, out, grouped.groups,
         out if weights is None else weights, rows.num_rows, out.shape[1], n_tiles, items,
-        rows.num_steps, limit, T=tile, NUM_REGISTERS=REGISTERS,
-        NUM_UNPACK_REGISTERS=UNPACK_REGISTERS, NUM_COPY_REGISTERS=COPY_REGISTERS,
+        rows.num_steps, limit, T=tile, REGISTERS=REGISTERS[tile.piece],
         num_warps=WARPS,
     )  # fmt: skip
