@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dsv4.ops.gemm.a8 import fp8_mirrored_experts_gluon as mirrored_experts
 from dsv4.ops.gemm.a8 import fp8_mirrored_gluon as mirrored
 from dsv4.ops.gemm.a8 import fp8_product_triton as plain
 from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
+from dsv4.ops.gemm.a8.fp8_mirrored_experts_gluon import MirroredExperts
 from dsv4.ops.gemm.a8.fp8_mirrored_gluon import MirrorTile
-from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
-from dsv4.tools.bench_ops import run_facts, time_calls
+from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+from dsv4.tools.bench_ops import random_a8_mxfp4, run_facts, time_calls
 
 MATRICES = (("wq_b", 32768, 1024), ("wo_b", 4096, 8192), ("shared w13", 4096, 4096))
+EXPERTS = (("experts up", 4096, 4096, 2048), ("experts down", 4096, 2048, 4096))
+EXPERT_TILES = (
+    MirroredExperts(128, 4, False), MirroredExperts(64, 4, False), MirroredExperts(64, 4, True)
+)  # fmt: skip
+NUM_EXPERTS, CHOSEN = 256, 6
 SAMPLES = 256  # of each form of the product
 
 
@@ -164,6 +173,18 @@ def small(device: str) -> Iterator[dict[str, Any]]:
                 yield row | {"dtype": str(dtype), **tile._asdict()}
 
 
+def timed(row: dict[str, Any], run: Any, found: Tensor, wanted: Tensor) -> dict[str, Any]:
+    """`row` with the time and the bits of `run`, or with why it failed."""
+    try:
+        found.fill_(float("nan"))
+        us, spread = time_calls([run], repeats=5)
+        different = int((found != wanted).sum())
+    except Exception as error:
+        torch.cuda.synchronize()  # ends here if the context is lost
+        return row | {"failed": f"{type(error).__name__}: {error}"[:300]}
+    return row | {"us": round(us, 1), "spread_us": round(spread, 1), "different": different}
+
+
 def matrices(tokens: int, only: str, device: str) -> Iterator[dict[str, Any]]:
     for name, n, k in MATRICES:
         if only not in name:
@@ -178,19 +199,42 @@ def matrices(tokens: int, only: str, device: str) -> Iterator[dict[str, Any]]:
             kernel: Any = prompt if tile is None else mirrored
             row = {"what": name, "tokens": tokens, "kernel": kernel.__name__.split(".")[-1]}
             row |= {} if tile is None else tile._asdict() | {"ranges": ranges}
-            try:
-                found.fill_(float("nan"))
-                us, spread = time_calls(
-                    [lambda kernel=kernel, tile=tile: kernel.multiply_rows(rows, weight, found, tile)],  # type: ignore[misc] # noqa: B023, E501
-                    repeats=5,
-                )
-                different = int((found != wanted).sum())
-            except Exception as error:
-                yield row | {"failed": f"{type(error).__name__}: {error}"[:300]}
-                torch.cuda.synchronize()  # ends here if the context is lost
-                continue
-            row |= {"us": round(us, 1), "spread_us": round(spread, 1), "different": different}
-            yield row | {"tflops": round(2 * tokens * n * k / us / 1e6)}
+            run = partial(kernel.multiply_rows, rows, weight, found, tile)
+            row = timed(row, run, found, wanted)
+            yield row | {"tflops": round(2 * tokens * n * k / row.get("us", 1e9) / 1e6)}
+
+
+def experts(
+    tokens: int, only: str, device: str, shapes: Any = EXPERTS, count: int = NUM_EXPERTS
+) -> Iterator[dict[str, Any]]:
+    """Of few experts the first ones have many more rows than the last ones."""
+    score = torch.rand(tokens, count, device=device)
+    if count < NUM_EXPERTS:
+        score *= 1 + torch.arange(count, device=device)
+    chosen = score.argsort(1)[:, :CHOSEN].contiguous()
+    weights = torch.rand(tokens, CHOSEN, device=device)
+    for name, n, k, size in shapes:
+        if only not in name:
+            continue
+        more: dict[str, Any] = {"weights": weights, "limit": 10.0} if size < n else {}
+        weight = random_a8_mxfp4(n, k, count, paired=bool(more), device=device)
+        dtype = torch.bfloat16 if more else torch.float32
+        found, wanted = (
+            torch.empty(tokens * CHOSEN, size, dtype=dtype, device=device) for _ in "ab"
+        )
+        grouped = group_by_expert(chosen, count, 128)
+        rows = random_given(tokens, 128, k, 1, device)[0]
+        rows = gather_rows(rows, grouped.groups, CHOSEN, "bench_pairs")
+        plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
+        grouped = group_by_expert(chosen, count, mirrored_experts.MOST_ROWS)
+        forms: list[Any] = [None, *EXPERT_TILES]
+        for tile in forms:
+            kernel: Any = prompt if tile is None else mirrored_experts
+            row = {"what": name, "tokens": tokens, "kernel": kernel.__name__.split(".")[-1]}
+            row |= {} if tile is None else tile._asdict()
+            given = more if tile is None else more | {"tile": tile}
+            run = partial(kernel.multiply_experts, rows, weight, found, grouped, **given)
+            yield timed(row, run, found, wanted)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -206,9 +250,14 @@ def main() -> None:
     options = make_parser().parse_args()
     torch.manual_seed(5)
     lines: list[dict[str, Any]] = [{"run": run_facts()}]
+    few = (("experts up", 512, 1024, 256), ("experts down", 256, 512, 256))
     for part in (
-        swapped_bits("cuda"), small("cuda"), matrices(options.tokens, options.only, "cuda")
-    ):  # fmt: skip
+        swapped_bits("cuda"),
+        small("cuda"),
+        matrices(options.tokens, options.only, "cuda"),
+        experts(150, "", "cuda", few, 24),
+        experts(options.tokens, options.only, "cuda"),
+    ):
         for row in part:
             lines.append(row)
             print(json.dumps(row), flush=True)
