@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.helpers_device import append
+from dsv4.ops.gemm.a8.fp8_prompt_device import _wait_for_turn, pass_turn
 from dsv4.ops.gemm.split_k import split_k
 
 joined = gluon.jit(append.fn)
@@ -50,6 +51,7 @@ class MirrorTile(NamedTuple):
     band: int  # tiles of weight rows that all rows are multiplied by before others
     ranges: int = 1
     groups: int = 2  # of four warps that multiply
+    turns: bool = False  # of two groups one issues a product after the other has issued one
 
 
 MATRIX = MirrorTile(256, 128, 1, 1, 4, False, 16)
@@ -174,16 +176,21 @@ def _operands(group, slot, b, T: gl.constexpr):
 
 
 @gluon.jit
-def _start(rows, slot, old, b, job, NUMBER: gl.constexpr, T: gl.constexpr):
+def _start(group, rows, slot, old, b, job, NUMBER: gl.constexpr, T: gl.constexpr):
     """Product NUMBER of a step: fragments of a piece of weights, then those of the next one.
 
     It overwrites `old`, which the compiler must not know to be unused: otherwise each product of a
     step gets its own registers, and what it adds to is added after the next product."""
     PIECES: gl.constexpr = T.width // T.piece
     w = b.weights.index(slot * PIECES + NUMBER // T.fragments).permute((1, 0))
-    return warpgroup_mma(
+    if T.turns:
+        _wait_for_turn(group)
+    product = warpgroup_mma(
         rows[NUMBER % T.fragments], w, old, use_acc=job.num_rows < 0, is_async=True
     )
+    if T.turns:
+        pass_turn(group)
+    return product
 
 
 @gluon.jit
@@ -223,7 +230,7 @@ def _step(group, at, parts, sums, total, scales, tile, b, job, STORE: gl.constex
     rows = _operands(group, slot, b, T)
     flying = ()
     for i in gl.static_range(FLIGHT):
-        flying = joined(flying, _start(rows, slot, parts[i], b, job, i, T))
+        flying = joined(flying, _start(group, rows, slot, parts[i], b, job, i, T))
     added = ()
     later = ()
     for i in gl.static_range(COUNT):
@@ -233,7 +240,7 @@ def _step(group, at, parts, sums, total, scales, tile, b, job, STORE: gl.constex
         value = _add(part, sums[i], scales, i, T)
         if i + FLIGHT < COUNT:
             _stay(slot, b, job)
-            flying = joined(flying, _start(rows, slot, part, b, job, i + FLIGHT, T))
+            flying = joined(flying, _start(group, rows, slot, part, b, job, i + FLIGHT, T))
         else:
             later = joined(later, part)
         added = joined(added, value)
@@ -314,6 +321,8 @@ def _store(value, row, column, group, b, OFFSET: gl.constexpr):
 def _multiply(group, b, job, T: gl.constexpr):
     """The job of a multiplying warpgroup."""
     at = 0
+    if T.turns and group == 1:
+        pass_turn(group)
     tile = _work(gl.program_id(0), job, T)
     scales = _load_scales(group, tile, 0, job, T)
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
