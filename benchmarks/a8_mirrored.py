@@ -4,9 +4,9 @@ tiles of the kernel that multiplies prompts that way (sm_90), beside the kernel 
 
     python benchmarks/a8_mirrored.py [--tokens 8192] [--only wq_b] [--record FILE]
 
-A line each: bits of `wgmma` for 64 rows by 64, 128 and 256; small matrices whose sides are no whole
-tiles; V4-Flash's wq_b, wo_b and the shared expert's first matrix with every tile. `different` is the
-count of numbers that are not the plain kernel's.
+A line each: bits of `wgmma` for 64 rows by 64, 128 and 256; small matrices whose sides are no
+whole tiles; V4-Flash's wq_b, wo_b and the shared expert's first matrix with every tile; experts,
+few and all. `different`: how many numbers are not the plain kernel's.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _load(codes, COUNT: gl.constexpr):
 
 @gluon.jit
 def _product_kernel(a, b, out, steps, N: gl.constexpr, REGISTERS: gl.constexpr):
-    """`out` `[samples, 64, N]`: `a` `[samples, steps, 64, 128]` times `b` `[samples, steps, N, 128]`
+    """`out` `[samples, 64, N]`: of each sample `a` `[steps, 64, 128]` times `b` `[steps, N, 128]`
     transposed, a product a step."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
@@ -162,18 +162,21 @@ def random_given(tokens: int, n: int, k: int, ranges: int | None, device: str) -
 
 
 def small(device: str) -> Iterator[dict[str, Any]]:
-    """One tile of every form at matrices that are no whole tiles."""
-    for tokens, n, k, ranges in ((1000, 1152, 1024, 1), (300, 640, 2048, 4), (257, 128, 512, 1)):
+    """Tiles of every form at matrices that are no whole tiles."""
+    half, single = torch.bfloat16, torch.float32
+    for tokens, n, k, ranges, dtype, most in (
+        (1000, 1152, 1024, 1, half, 8), (300, 640, 2048, 4, single, 8),
+        (257, 128, 512, 1, single, 3), (300, 640, 2048, 4, half, 3),
+    ):  # fmt: skip
         rows, weight = random_given(tokens, n, k, ranges, device)
-        for dtype in (torch.bfloat16, torch.float32):
-            found, wanted = (torch.empty(tokens, n, dtype=dtype, device=device) for _ in "ab")
-            plain.multiply_rows(rows, weight, wanted)
-            for tile in tiles(ranges)[:8]:
-                found.fill_(float("nan"))
-                mirrored.multiply_rows(rows, weight, found, tile)
-                different = int((found != wanted).sum())
-                row = {"what": f"{tokens} x {n} x {k}", "different": different}
-                yield row | {"dtype": str(dtype), **tile._asdict()}
+        found, wanted = (torch.empty(tokens, n, dtype=dtype, device=device) for _ in "ab")
+        plain.multiply_rows(rows, weight, wanted)
+        for tile in tiles(ranges)[:most]:
+            found.fill_(float("nan"))
+            mirrored.multiply_rows(rows, weight, found, tile)
+            different = int((found != wanted).sum())
+            row = {"what": f"{tokens} x {n} x {k}", "ranges": ranges, "different": different}
+            yield row | {"dtype": str(dtype), **tile._replace(ranges=ranges)._asdict()}
 
 
 def timed(row: dict[str, Any], run: Any, found: Tensor, wanted: Tensor) -> dict[str, Any]:

@@ -33,6 +33,7 @@ HOPPER_RELOADS |= {"_a8_prompt_kernel": 1}
 ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
 ONLY_90 |= {"experts_stream_gluon", "stream_stored_gluon"}
 ONLY_90 |= {"fp8_product_triton", "fp8_rows_triton", "fp8_prompt_gluon"}
+ONLY_90 |= {"fp8_mirrored_gluon", "fp8_mirrored_experts_gluon"}
 NOT_MMA = {"expand_fp8_triton"}
 ONLY_SCALED = {"scaled_product_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats

@@ -16,6 +16,8 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
         "_a8_rows_kernel": 3,
         "_gather_rows_kernel": 1,
         "_a8_prompt_kernel": 7,
+        "_a8_mirrored_kernel": 4,
+        "_a8_mirrored_experts_kernel": 2,
     },
 }
 
@@ -57,6 +59,8 @@ ONLY_IN_ALL = {
 
 
 def all_launches() -> Iterator[Launch]:
+    from dsv4.ops.gemm.a8 import fp8_mirrored_experts_gluon as mirrored_experts
+    from dsv4.ops.gemm.a8 import fp8_mirrored_gluon as mirrored
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, gather_rows, make_a8_rows
@@ -82,6 +86,10 @@ def all_launches() -> Iterator[Launch]:
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
+        yield (
+            f"a8 fp8 mirrored {ranges} {dtype}",
+            lambda w=weight, out=out: mirrored.multiply_rows(rows, w, out),
+        )
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
         weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)
@@ -97,6 +105,12 @@ def all_launches() -> Iterator[Launch]:
         yield (
             f"a8 mxfp4 prompt {kind}",
             lambda w=weight, o=out, g=given: prompt.multiply_experts(rows, w, o, grouped, **g),
+        )
+        yield (
+            f"a8 mxfp4 mirrored {kind}",
+            lambda w=weight, o=out, g=given: mirrored_experts.multiply_experts(
+                rows, w, o, grouped, **g
+            ),
         )
     turns = prompt.EXPERTS._replace(turns=True)
     yield TURNS, lambda: prompt.multiply_experts(rows, weight, out, grouped, tile=turns)

@@ -8,20 +8,18 @@ other 64 of up to 256 rows of an expert, and skips those that are not there.
 
 from typing import NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.ops.core.gpu import describe
-from dsv4.ops.gemm.a8.fp8_mirrored_gluon import _ADD, joined, sums_layout
+from dsv4.ops.gemm.a8.fp8_mirrored_gluon import _ADD, joined, sums_layout, tma_load
 from dsv4.ops.gemm.a8.fp8_product_triton import PAIRS, SWIGLU
 from dsv4.ops.gemm.a8.fp8_prompt_device import _operand, _unpack, activated
 
@@ -97,11 +95,11 @@ def _copy_tile(descs, at, work, b, job, COUNT: gl.constexpr, T: gl.constexpr):
         for half in gl.static_range(2):
             place = first + half * job.steps + step
             to = slot * 2 + half
-            tma.async_copy_global_to_shared(descs[1], [place * 4, 0], full, b.words.index(to))
-            tma.async_copy_global_to_shared(descs[2], [place, 0], full, b.shifts.index(to))
+            tma_load(descs[1], [place * 4, 0], full, b.words.index(to))
+            tma_load(descs[2], [place, 0], full, b.shifts.index(to))
         for i in gl.static_range(COUNT):
             place = [work[2] + i * ROWS, step * 128]
-            tma.async_copy_global_to_shared(descs[0], place, full, b.rows.index(slot * 4 + i))
+            tma_load(descs[0], place, full, b.rows.index(slot * 4 + i))
         at += 1
 
 
@@ -197,7 +195,20 @@ def _step(group, at, part, sums, scales, b, job, LIVE: gl.constexpr, T: gl.const
 
 
 @gluon.jit
+def _pairs(group, work, job, LIVE: gl.constexpr, T: gl.constexpr):
+    """Of the rows of each 64."""
+    found = ()
+    for f in gl.static_range(LIVE):
+        r = (2 * f + group) * ROWS
+        r += gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(T.piece)))
+        pair = gl.load(job.groups.sorted_pairs + work[2] + r, mask=r < work[3], other=0)
+        found = joined(found, pair)
+    return found
+
+
+@gluon.jit
 def _multiply_tile(group, at, work, next_row, scales, b, job, LIVE: gl.constexpr, T: gl.constexpr):
+    """Returns the next tile's first scales. What results need is loaded before the last step."""
     PIECE: gl.constexpr = T.piece
     PIECES: gl.constexpr = 128 // PIECE
     COUNT: gl.constexpr = LIVE * PIECES
@@ -206,46 +217,51 @@ def _multiply_tile(group, at, work, next_row, scales, b, job, LIVE: gl.constexpr
     for _ in gl.static_range(COUNT):
         sums = joined(sums, gl.zeros([ROWS, PIECE], gl.float32, sums_layout(PIECE)))
     factor = gl.load(job.factors + work[0])
-    for step in range(0, job.steps):
-        more = step + 1 < job.steps
-        row = gl.where(more, work[2], next_row)
-        next_scales = _load_scales(group, row, gl.where(more, step + 1, 0), job, T)
+    if T.end == 1:
+        pairs = _pairs(group, work, job, LIVE, T)
+    for step in range(0, job.steps - 1):
+        next_scales = _load_scales(group, work[2], step + 1, job, T)
         part, sums = _step(group, at, part, sums, scales, b, job, LIVE, T)
         scales = next_scales
         at += 1
+    next_scales = _load_scales(group, next_row, 0, job, T)
+    weights = ()
+    if T.end == 1:
+        for f in gl.static_range(LIVE):
+            weights = joined(weights, gl.load(job.token_weights + pairs[f]))
+    else:
+        pairs = _pairs(group, work, job, LIVE, T)
+    part, sums = _step(group, at, part, sums, scales, b, job, LIVE, T)
     for i in gl.static_range(COUNT):
-        first = (2 * (i // PIECES) + group) * ROWS
+        r = (2 * (i // PIECES) + group) * ROWS
         column = work[1] * 128 + i % PIECES * PIECE
         if T.end == 1:
-            _store_swiglu(sums[i] * factor, work[2], first, work[3], column, job)
+            _store_swiglu(sums[i] * factor, weights[i // PIECES], work[2], r, work[3], column, job)
         else:
-            _store(sums[i] * factor, work[2], first, work[3], column, job)
-    return scales
+            _store(sums[i] * factor, pairs[i // PIECES], r, work[3], column, job)
+    return next_scales
 
 
 @gluon.jit
-def _store(value, row, first, height, column, job):
+def _store(value, pair, first, height, column, job):
     """A row's result belongs to its pair. Four threads store 32 adjacent bytes."""
     LAYOUT: gl.constexpr = value.type.layout
     r = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     c = column + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    pair = gl.load(job.groups.sorted_pairs + row + r, mask=r < height, other=0)
     at = gl.expand_dims(pair.to(gl.int64) * job.size, 1) + gl.expand_dims(c, 0)
     mask = gl.expand_dims(r < height, 1)
     gl.store(job.out + at, value.to(job.out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
-def _store_swiglu(value, row, first, height, column, job):
+def _store_swiglu(value, weight, row, first, height, column, job):
     """Of 16 weight rows the first 8 are gates: a thread has both. Rows stay in sorted order."""
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     HALF: gl.constexpr = value.shape[1] // 2
     both = gl.permute(value.reshape([ROWS, HALF // 8, 2, 8]), [0, 1, 3, 2])
     gate, up = gl.split(both)
     value = activated(gate, up, job.limit).reshape([ROWS, HALF])
-    r = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, value.type.layout))
-    pair = gl.load(job.groups.sorted_pairs + row + r, mask=r < height, other=0)
-    weight = gl.load(job.token_weights + pair, mask=r < height, other=0.0)
+    weight = gl.convert_layout(weight, gl.SliceLayout(1, value.type.layout), assert_trivial=True)
     value = (value * gl.expand_dims(weight, 1)).to(gl.bfloat16)
     r = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
     c = column // 2 + gl.arange(0, HALF, layout=gl.SliceLayout(0, STORE))

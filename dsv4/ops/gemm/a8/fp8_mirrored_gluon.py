@@ -1,12 +1,11 @@
 # mypy: ignore-errors
 """FP8 products of a8 rows for prompts on sm_90, in Gluon: input rows in the tensor core's M slot.
 
-A program walks over tiles of 128 or 256 input rows by `width` weight rows. One warp copies both
-into a ring of buffers; two groups of four warps multiply half of the input rows each by `piece`
-weight rows at a time. A thread's sums belong to two input rows, so a step has two scales of rows a
-thread, which it reads itself, a step ahead: nothing but products reads the ring (unless operands
-are loaded into registers), and no fence is needed. Results leave through shared memory as copies,
-which go on while the next tile is multiplied.
+A program walks over tiles of input rows by `width` weight rows. One warp copies both into a ring of
+buffers; two or three groups of four warps multiply their share of the input rows by `piece` weight
+rows at a time. A thread's sums belong to two input rows, so a step has two scales of rows a thread,
+which it reads itself, a step ahead, and no load has to be fenced before a buffer is given back.
+Results leave through shared memory as copies, which go on while the next tile is multiplied.
 
 Sums and their order are those of fp8_product_triton.py. That products have the same bits with
 operands in each other's place is measured by benchmarks/a8_mirrored.py.
@@ -31,6 +30,8 @@ from dsv4.ops.core.helpers_device import append
 from dsv4.ops.gemm.a8.fp8_prompt_device import _wait_for_turn, pass_turn
 from dsv4.ops.gemm.split_k import split_k
 
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 joined = gluon.jit(append.fn)
 ROWS = gl.constexpr(64)  # input rows of a product
 COPY_BYTES = 128  # of a row of results
@@ -132,11 +133,11 @@ def _copy(x_desc, w_desc, b, job, T: gl.constexpr):
             for i in gl.static_range(FRAGMENTS):
                 place = [(m_tile * FRAGMENTS + i) * ROWS, step * 128]
                 to = b.rows.index(slot * FRAGMENTS + i)
-                tma.async_copy_global_to_shared(x_desc, place, full, to)
+                tma_load(x_desc, place, full, to)
             for i in gl.static_range(PIECES):
                 place = [n_tile * T.width + i * T.piece, step * 128]
                 to = b.weights.index(slot * PIECES + i)
-                tma.async_copy_global_to_shared(w_desc, place, full, to)
+                tma_load(w_desc, place, full, to)
             at += 1
 
 
@@ -256,10 +257,8 @@ def _step(group, at, parts, sums, total, scales, tile, b, job, STORE: gl.constex
 def _range(group, at, scales, tile, next_tile, begin, end, total, b, job, STORE: gl.constexpr,
            T: gl.constexpr):  # fmt: skip
     """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
-    COUNT: gl.constexpr = products(T)
-    FLIGHT: gl.constexpr = T.flight
-    sums = _zeros(COUNT, T)
-    parts = _zeros(FLIGHT, T)
+    sums = _zeros(products(T), T)
+    parts = _zeros(T.flight, T)
     for step in range(begin, end - 1):
         next_scales = _load_scales(group, tile, step + 1, job, T)
         parts, sums = _step(group, at, parts, sums, total, scales, tile, b, job, False, T)
@@ -314,7 +313,7 @@ def _store(value, row, column, group, b, OFFSET: gl.constexpr):
         tma.store_wait(1)
         buffer.store(value.to(b.out.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(b.out, [row, column + OFFSET], buffer)
+        tma_store(b.out, [row, column + OFFSET], buffer)
 
 
 @gluon.jit
@@ -345,13 +344,13 @@ def _a8_mirrored_kernel(
     ROW_BUFFERS: gl.constexpr = STAGES * T.groups * T.fragments
     PIECE: gl.constexpr = T.piece
     PIECES: gl.constexpr = STAGES * (T.width // PIECE)
-    CHUNK: gl.constexpr = out_desc.block_shape
+    CHUNK: gl.constexpr = out_desc.block_shape[1]
     b = MirrorBuffers(
         gl.allocate_shared_memory(gl.float8e4nv, [ROW_BUFFERS, ROWS, 128], SHARED),
         gl.allocate_shared_memory(gl.float8e4nv, [PIECES, PIECE, 128], SHARED),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(out_desc.dtype, [2 * T.groups] + CHUNK, out_desc.layout),
+        gl.allocate_shared_memory(out_desc.dtype, [2 * T.groups, ROWS, CHUNK], out_desc.layout),
         out_desc,
     )
     for i in gl.static_range(STAGES):
@@ -364,24 +363,19 @@ def _a8_mirrored_kernel(
     if T.groups == 2:
         gl.warp_specialize(
             [
-                (_multiply, (0, b, job, T)),
-                (_multiply, (1, b, job, T)),
+                (_multiply, (0, b, job, T)), (_multiply, (1, b, job, T)),
                 (_copy, (x_desc, w_desc, b, job, T)),
             ],
-            [4, 1],
-            [NUM_REGISTERS, NUM_COPY_REGISTERS],
-        )
+            [4, 1], [NUM_REGISTERS, NUM_COPY_REGISTERS],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, b, job, T)),
-                (_multiply, (1, b, job, T)),
-                (_multiply, (2, b, job, T)),
-                (_copy, (x_desc, w_desc, b, job, T)),
+                (_multiply, (0, b, job, T)), (_multiply, (1, b, job, T)),
+                (_multiply, (2, b, job, T)), (_copy, (x_desc, w_desc, b, job, T)),
             ],
-            [4, 4, 1],
-            [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
-        )
+            [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
+        )  # fmt: skip
 
 
 def multiply_rows(rows, weight, out, tile=None) -> None:
