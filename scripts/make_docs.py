@@ -240,7 +240,7 @@ def compiled_table() -> str:
         + "\n".join(rows)
         + "\n\nThe reloads of sm_90 are those of 64 heads with Triton 3.9; with 3.6, which an "
         "H200 ran, prompts have none ([state kernels](state-kernels.md)). One is of the `a8` "
-        "kernel for prompts."
+        "kernel for prompts as it was then."
     )
 
 

@@ -68,7 +68,8 @@ A8 = (
     "few_update_kernel", "_mix_kernel", "_a8_rows_kernel", "_a8_kernel", "_linear_kernel",
     "_state_kernel", "_a8_rows_kernel", "_a8_prompt_kernel", "_merge_kernel", "few_update_kernel",
     "_linear_kernel", "_top_k_kernel", "_a8_rows_kernel", "_a8_kernel", "an op of torch",
-    "_group_kernel", "_a8_prompt_kernel", "_a8_rows_kernel", "_a8_prompt_kernel", "_combine_kernel",
+    "_group_kernel", "_a8_prompt_experts_kernel", "_a8_rows_kernel", "_a8_prompt_experts_kernel",
+    "_combine_kernel",
 )  # fmt: skip
 
 

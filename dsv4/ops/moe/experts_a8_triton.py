@@ -4,7 +4,7 @@
 Pairs are sorted by expert and split into tiles, which gather the quantised rows of their tokens.
 The first product clamps, activates, weights and rounds to bf16, one launch quantises the result,
 and the second writes each pair's row. Rows are summed in the order of a token's experts, the shared
-one last. In prompts (gemm/a8/fp8_prompt_gluon.py) each pair has its own copy of its token's
+one last. In prompts (gemm/a8/fp8_prompt_experts_gluon.py) each pair has its own copy of its token's
 quantised row, next to those of its expert.
 """
 
@@ -16,14 +16,14 @@ from dsv4.ops.core.launch import a8_reason, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
-from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, EARLY_ROWS, gather_rows, make_a8_rows
+from dsv4.ops.gemm.a8.fp8_rows_triton import EARLY_ROWS, gather_rows, make_a8_rows
 from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.experts_end_triton import combine
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
 WIDE_PAIRS = 24  # from here on programs multiply 128 weight rows: fewer instructions for each
-PROMPT_ROWS = 16  # of an expert, on average: from here on fp8_prompt_gluon multiplies
+PROMPT_ROWS = 16  # of an expert, on average: from here on fp8_prompt_experts_gluon multiplies
 
 
 def supports(x, experts, weights, by) -> str | None:
@@ -53,11 +53,11 @@ def run(x, experts, weights, by, bm=None):
     if extra is None:
         extra = _shared_output(rows, by)
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
-        prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon")
+        prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_experts_gluon")
         grouped = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
         rows = gather_rows(rows, grouped.groups, chosen, "a8_pairs")
         prompt.multiply_experts(rows, w13, z, grouped, weights=weights, limit=by.limit)
-        rows = make_a8_rows(z, "a8_pairs", copies=COPIES)
+        rows = make_a8_rows(z, "a8_pairs")
         prompt.multiply_experts(rows, w2, partial_sums, grouped)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)

@@ -10,14 +10,13 @@ import torch
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
 NUMBERS = {  # of kernels; what the interpreter does not run is compiled by every test run
-    "prompts": {"_a8_prompt_kernel": 4},
+    "prompts": {"_a8_prompt_kernel": 2, "_a8_prompt_experts_kernel": 2},
     "all": {
         "_a8_kernel": 13,
         "_a8_rows_kernel": 3,
         "_gather_rows_kernel": 1,
-        "_a8_prompt_kernel": 7,
-        "_a8_mirrored_kernel": 4,
-        "_a8_mirrored_experts_kernel": 2,
+        "_a8_prompt_kernel": 4,
+        "_a8_prompt_experts_kernel": 2,
     },
 }
 
@@ -38,8 +37,7 @@ def test_kernels_compile(cases: str) -> None:
             assert name.startswith("wgmma.mma_async"), f"{row['case']}: {name}"
             assert name.endswith("k32.f32.e4m3.e4m3"), f"{row['case']}: {name}"
         if counts_are_known():
-            # 3.9 reloads 4 of the fp32 kernel's numbers, 3.6 none
-            assert row["hot_reloads"] <= (4 if "prompt" in row["case"] else 0), row["case"]
+            assert row["hot_reloads"] == 0, row["case"]
 
 
 def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
@@ -49,9 +47,7 @@ def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
             yield name, launch
 
 
-TURNS = "a8 mxfp4 prompt down, turns"
 ONLY_IN_ALL = {
-    TURNS,
     "a8 rows of a prompt",
     "a8 fp8 prompt 1 torch.float32",
     "a8 fp8 prompt 8 torch.bfloat16",
@@ -59,8 +55,7 @@ ONLY_IN_ALL = {
 
 
 def all_launches() -> Iterator[Launch]:
-    from dsv4.ops.gemm.a8 import fp8_mirrored_experts_gluon as mirrored_experts
-    from dsv4.ops.gemm.a8 import fp8_mirrored_gluon as mirrored
+    from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, gather_rows, make_a8_rows
@@ -72,7 +67,7 @@ def all_launches() -> Iterator[Launch]:
     x = torch.zeros(256, 4096, dtype=torch.bfloat16)
     yield "a8 rows", lambda: make_a8_rows(x[:16], "rows")
     yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16].float(), "rows", limit=10.0)
-    yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
+    yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows")
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
     grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 6 * 256, dtype=torch.int32)), 4)
     yield "a8 rows of experts", lambda: gather_rows(rows, grouped.groups, 6, "pairs")
@@ -85,10 +80,6 @@ def all_launches() -> Iterator[Launch]:
         yield (
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
-        )
-        yield (
-            f"a8 fp8 mirrored {ranges} {dtype}",
-            lambda w=weight, out=out: mirrored.multiply_rows(rows, w, out),
         )
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
@@ -104,13 +95,7 @@ def all_launches() -> Iterator[Launch]:
             )
         yield (
             f"a8 mxfp4 prompt {kind}",
-            lambda w=weight, o=out, g=given: prompt.multiply_experts(rows, w, o, grouped, **g),
-        )
-        yield (
-            f"a8 mxfp4 mirrored {kind}",
-            lambda w=weight, o=out, g=given: mirrored_experts.multiply_experts(
+            lambda w=weight, o=out, g=given: prompt_experts.multiply_experts(
                 rows, w, o, grouped, **g
             ),
         )
-    turns = prompt.EXPERTS._replace(turns=True)
-    yield TURNS, lambda: prompt.multiply_experts(rows, weight, out, grouped, tile=turns)

@@ -3,6 +3,8 @@ their batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -84,19 +86,19 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     x = torch.randn(3000, 4096, device="cuda").bfloat16()
     x[7, 9] = float("nan")
 
-    def product(rows: Tensor, **how: object) -> Tensor:
+    def multiplied(rows: Tensor, **how: object) -> Tensor:
         out = torch.empty(len(rows), 1024, device="cuda")
         multiply_rows(make_a8_rows(rows, "test"), weight, out, **how)
         return out.nan_to_num(7e7)
 
-    wanted = product(x)
+    wanted = multiplied(x)
     assert (wanted[7] == 7e7).all()
     assert (wanted[8] != 7e7).all()
     for count in (1, 16, 17, 33, 65, 500):
-        assert torch.equal(product(x[5 : 5 + count]), wanted[5 : 5 + count])
+        assert torch.equal(multiplied(x[5 : 5 + count]), wanted[5 : 5 + count])
     for bm in (16, 32, 64):
         for parallel in (True, False):
-            assert torch.equal(product(x, bm=bm, parallel=parallel), wanted)
+            assert torch.equal(multiplied(x, bm=bm, parallel=parallel), wanted)
 
 
 def test_experts_do_not_depend_on_the_height_of_their_tile() -> None:
@@ -134,6 +136,7 @@ def random_experts(counts: list[int], hidden: int, inner: int) -> dict[str, Any]
 
 def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 matrices with one range of K and with several, experts with any number of rows."""
+    from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
@@ -141,29 +144,36 @@ def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -
     from dsv4.ops.moe import experts_a8_triton as kernel
 
     generator = torch.Generator().manual_seed(2)
-    for count, ranges, dtype in ((1000, 1, torch.bfloat16), (257, 4, torch.float32)):
-        weight = replace(random_a8_fp8(512, 2048, generator), k_ranges=ranges).to("cuda")
+    counts, dtypes = (257, 1000), (torch.bfloat16, torch.float32)
+    for count, ranges, dtype in product(counts, (1, 4), dtypes):
+        weight = replace(random_a8_fp8(640, 2048, generator), k_ranges=ranges).to("cuda")
         x = torch.randn(count, 2048, generator=generator).cuda()
         x[7, 9], x[8] = float("nan"), 0
         rows = make_a8_rows(x, "test")
-        found, wanted = (torch.full((count, 512), 5e5, device="cuda", dtype=dtype) for _ in "ab")
+        found, wanted = (torch.full((count, 640), 5e5, device="cuda", dtype=dtype) for _ in "ab")
         prompt.multiply_rows(rows, weight, found)
         multiply_rows(rows, weight, wanted)
         assert (found[7].isnan() & wanted[7].isnan()).all()
-        assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), (count, ranges)
+        assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), (count, ranges, dtype)
     arguments = random_experts([64, 0, 65, 127, 129, 191, 193, 400, 1, 0, 3], 1024, 512)
     used = []
-    real = prompt.multiply_experts
-    monkeypatch.setattr(prompt, "multiply_experts", lambda *a, **k: (used.append(1), real(*a, **k)))
+    real = prompt_experts.multiply_experts
+
+    def multiply(*given: Any, **more: Any) -> None:
+        used.append(1)
+        real(*given, **more)
+
+    monkeypatch.setattr(prompt_experts, "multiply_experts", multiply)
     found = kernel.run(**arguments)
     assert len(used) == 2
     assert torch.equal(found, kernel.run(**arguments, bm=64))
 
 
 def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None:
-    """Experts and a matrix of V4-Flash with 8,192 tokens; every 128 columns of every row have their
+    """Experts and matrices of V4-Flash with 8,192 tokens; every 128 columns of every row have their
     own scale, so a scale, a weight or a row that is read too late or too early changes bits."""
     from dsv4.ops.gemm.a8 import fp8_product_triton as plain
+    from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
     from dsv4.ops.gemm.weights.a8 import A8Fp8
@@ -188,12 +198,15 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
             different = int((out != wanted).sum())
             assert different == 0, f"{what}, run {index}: {different} of {out.numel()} numbers"
 
-    values = (torch.randn(32768, 1024, **cuda) * 50).clamp(-448, 448).to(torch.float8_e4m3fn)
-    weight = A8Fp8(values, torch.exp2(torch.randint(-10, -6, (256, 8), **cuda).float()))
-    rows = make_a8_rows(any_rows(8192, 1024), "test")
-    wanted, found = (torch.empty(8192, 32768, dtype=torch.bfloat16, device="cuda") for _ in "ab")
-    plain.multiply_rows(rows, weight, wanted)
-    assert_repeats(lambda: prompt.multiply_rows(rows, weight, found), found, wanted, "wq_b")
+    for name, n, k in (("wq_b", 32768, 1024), ("wo_b", 4096, 8192)):  # the second in ranges of K
+        values = (torch.randn(n, k, **cuda) * 50).clamp(-448, 448).to(torch.float8_e4m3fn)
+        power = torch.randint(-10, -6, (n // 128, k // 128), **cuda)
+        weight = A8Fp8(values, torch.exp2(power.float()))
+        rows = make_a8_rows(any_rows(8192, k), "test")
+        wanted, found = (torch.empty(8192, n, dtype=torch.bfloat16, device="cuda") for _ in "ab")
+        plain.multiply_rows(rows, weight, wanted)
+        run = partial(prompt.multiply_rows, rows, weight, found)
+        assert_repeats(run, found, wanted, name)
 
     chosen = torch.rand(8192, 256, **cuda).argsort(1)[:, :6].contiguous()
     given: dict[str, Any] = {"weights": torch.rand(8192, 6, **cuda), "limit": 10.0}
@@ -204,9 +217,6 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
         grouped = group_by_expert(chosen, 256, 128)
         rows = gather_rows(make_a8_rows(x, "test"), grouped.groups, 6, "pairs")
         plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
-        grouped = group_by_expert(chosen, 256, prompt.MOST_ROWS)
-
-        def run(rows=rows, weight=weight, out=found, grouped=grouped, more=more) -> None:
-            prompt.multiply_experts(rows, weight, out, grouped, **more)
-
+        grouped = group_by_expert(chosen, 256, prompt_experts.MOST_ROWS)
+        run = partial(prompt_experts.multiply_experts, rows, weight, found, grouped, **more)
         assert_repeats(run, found, wanted, f"experts, {size} results")

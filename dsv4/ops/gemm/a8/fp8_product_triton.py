@@ -212,7 +212,7 @@ def _a8_kernel(
 
 
 def fits_prompts(*weights) -> bool:
-    """Whether fp8_prompt_gluon multiplies the matrices: where Gluon runs, sides of whole tiles."""
+    """Whether kernels of prompts multiply the matrices: where Gluon runs, sides of whole tiles."""
     whole = all(side % 128 == 0 for weight in weights for side in weight.shape[-2:])
     return whole and streams(weights[0].device)
 
