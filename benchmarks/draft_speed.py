@@ -127,7 +127,11 @@ class Replaced:
         for request in wanted:
             known, seed = [*request.prompt_ids, *answers[request.id]], request.params.seed or 0
             rng = random.Random(seed)
-            drafts = [t if rng.random() < acceptance else (t + 1) % vocab for t in known]
+            right = [place < acceptance * len(known) for place in range(len(known))]
+            rng.shuffle(right)  # in exact proportion: few independent draws would vary by 2 %
+            drafts = [
+                t if is_right else (t + 1) % vocab for t, is_right in zip(known, right, strict=True)
+            ]
             self.table[seed * LONGEST :][: len(drafts)] = torch.tensor(drafts)
 
 
