@@ -97,8 +97,8 @@ def main() -> None:
     options = make_parser().parse_args()
     torch.manual_seed(5)
     graphs: dict[tuple[str, str], torch.cuda.CUDAGraph] = {}
-    for fmt in ("nvfp4", "mxfp4"):
-        draws = Draws(fmt, "cuda")
+    every = {fmt: Draws(fmt, "cuda") for fmt in ("nvfp4", "mxfp4")}  # graphs do not keep them
+    for fmt, draws in every.items():
         for what, call in (
             ("up", draws.up), ("up and down", draws.both), ("with the router", draws.routed)
         ):  # fmt: skip
