@@ -117,11 +117,11 @@ def row_bytes(config: ModelConfig) -> int:
 
 def a8_bytes(config: ModelConfig) -> int:
     """Bytes per token of rows quantised to a8: for attention, for the shared expert, and for each
-    chosen expert (fp8_rows_triton.py)."""
+    chosen expert with four copies of its scales (fp8_rows_triton.py)."""
     c = config
     pairs = c.num_experts_per_tok * max(c.hidden_size, c.moe_intermediate_size)
     rows = max(c.hidden_size, c.o_groups * c.o_lora_rank) + c.moe_intermediate_size
-    return (pairs + rows) * (128 + 4) // 128
+    return pairs + rows + (4 * pairs + rows) * 4 // 128
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:

@@ -343,7 +343,7 @@ def test_the_plan_knows_what_rows_quantised_to_a8_take(monkeypatch: pytest.Monke
         kernel.make_a8_rows(h, "a8_shared", limit=10.0)
         kernel.gather_rows(kernel.make_a8_rows(x, "a8_rows"), groups, chosen, "a8_pairs")
         z = torch.empty(chosen * tokens, inner, device="meta")
-        kernel.make_a8_rows(z, "a8_pairs")
+        kernel.make_a8_rows(z, "a8_pairs", copies=kernel.COPIES)
     assert sum(held.values()) == tokens * a8_bytes(config)
     wide, narrow = (step_bytes(24 * 10**9, config, tokens, asked) for asked in ("a8", "auto"))
     assert wide - narrow == tokens * a8_bytes(config)

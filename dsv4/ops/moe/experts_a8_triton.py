@@ -16,7 +16,7 @@ from dsv4.ops.core.launch import a8_reason, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
-from dsv4.ops.gemm.a8.fp8_rows_triton import EARLY_ROWS, gather_rows, make_a8_rows
+from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, EARLY_ROWS, gather_rows, make_a8_rows
 from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.experts_end_triton import combine
@@ -57,7 +57,7 @@ def run(x, experts, weights, by, bm=None):
         grouped = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
         rows = gather_rows(rows, grouped.groups, chosen, "a8_pairs")
         prompt.multiply_experts(rows, w13, z, grouped, weights=weights, limit=by.limit)
-        rows = make_a8_rows(z, "a8_pairs")
+        rows = make_a8_rows(z, "a8_pairs", copies=COPIES)
         prompt.multiply_experts(rows, w2, partial_sums, grouped)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)

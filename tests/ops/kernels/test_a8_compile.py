@@ -67,7 +67,7 @@ def all_launches() -> Iterator[Launch]:
     x = torch.zeros(256, 4096, dtype=torch.bfloat16)
     yield "a8 rows", lambda: make_a8_rows(x[:16], "rows")
     yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16].float(), "rows", limit=10.0)
-    yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows")
+    yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
     grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 6 * 256, dtype=torch.int32)), 4)
     yield "a8 rows of experts", lambda: gather_rows(rows, grouped.groups, 6, "pairs")

@@ -144,6 +144,9 @@ def check_rows() -> None:
     assert torch.equal(tall.scales, single.scales[:, :7].repeat(1, 40))
     codes = single.codes.view(torch.uint8).repeat(40, 1)
     assert torch.equal(tall.codes.view(torch.uint8), codes)
+    copies = make_a8_rows(x, "four", copies=4).scales.view(4, 3, 8)
+    for i in range(4):
+        assert torch.equal(copies[i, :, : 7 - i], single.scales[:, i:7])
     for tokens, chosen, columns in (
         (0, 2, 128), (1, 1, 128), (7, 2, 300), (23, 3, 700), (270, 1, 300)
     ):  # fmt: skip
@@ -154,7 +157,7 @@ def check_gathered(tokens: int, chosen: int, columns: int) -> None:
     """Each pair's row has its token's bytes, in tall rows and in single ones; nothing is written
     beyond them, and the pairs of a padding token are the last ones."""
     from dsv4.ops.core.workspace import workspace
-    from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, gather_rows, make_a8_rows
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
     x = torch.randn(tokens, columns) * torch.logspace(-4, 4, tokens)[:, None]
@@ -163,22 +166,23 @@ def check_gathered(tokens: int, chosen: int, columns: int) -> None:
     experts[4:5] = -1
     grouped = group_by_expert(experts, 5, 16).groups
     order = grouped.sorted_pairs[: tokens * chosen].long() // chosen
-    rows = make_a8_rows(x, "tokens")
+    rows = make_a8_rows(x, "tokens", copies=1 + 3 * (chosen % 2))
     count, steps = tokens * chosen, rows.num_steps
     stride = -(-count // 4) * 4
     codes = workspace(x.device, "pairs_codes", count * steps * 128 + 9000, torch.uint8)
-    scales = workspace(x.device, "pairs_scales", steps * stride + 9000, torch.float32)
+    scales = workspace(x.device, "pairs_scales", 4 * steps * stride + 9000, torch.float32)
     codes.fill_(0x7F)
     scales.fill_(float("nan"))
     pairs = gather_rows(rows, grouped, chosen, "pairs")
     assert pairs.codes.shape == (count, steps * 128)
     assert torch.equal(pairs.codes.view(torch.uint8), rows.codes.view(torch.uint8)[order])
     assert (codes[count * steps * 128 :] == 0x7F).all()
-    wanted = torch.full((steps, stride), float("nan"))
-    wanted[:, :count] = rows.scales[:, order]
-    assert torch.equal(pairs.scales.isnan(), wanted.isnan())
-    assert torch.equal(pairs.scales.nan_to_num(7), wanted.nan_to_num(7))
-    assert scales[steps * stride :].isnan().all()
+    wanted = torch.full((COPIES, steps, stride), float("nan"))
+    for i in range(COPIES):
+        wanted[i, :, : max(count - i, 0)] = rows.scales[:steps, order[i:]]
+    assert torch.equal(pairs.scales.isnan().view_as(wanted), wanted.isnan())
+    assert torch.equal(pairs.scales.view_as(wanted).nan_to_num(7), wanted.nan_to_num(7))
+    assert scales[4 * steps * stride :].isnan().all()
 
 
 def check_cases(name: str) -> None:
@@ -243,7 +247,7 @@ def check_experts() -> None:
     by, used = arguments["by"], []
 
     def multiply(*given: Any, **more: Any) -> None:  # the interpreter does not run Gluon
-        used.append(given[0].num_rows)
+        used.append(given[0].scales.shape[0] // given[0].num_steps)
         plain.multiply_experts(*given, 32, **more)
 
     prompt = SimpleNamespace(MOST_ROWS=32, multiply_experts=multiply)
@@ -251,7 +255,7 @@ def check_experts() -> None:
         patch.setattr(kernel, "fits_prompts", lambda *weights: True)
         patch.setattr(kernel, "import_module", lambda name: prompt)
         assert torch.equal(kernel.run(**arguments), wanted)
-        assert used == 2 * [arguments["experts"].numel()]
+        assert used == [4, 4]
         x = arguments["x"].clone()
         x[0, 5], x[1, 39], x[2], x[3] = float("nan"), float("inf"), 1e4, 0
         found = kernel.run(**{**arguments, "x": x})
