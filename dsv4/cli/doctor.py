@@ -70,6 +70,8 @@ def doctor(
     """
     console = Console(stderr=as_json)
     check_writable(files=(picture, report), folders=(save,))
+    options = {"prompt": prompt, "tokens": tokens, "against": against, "stream": stream}
+    _check_options({**options, "save": save, "picture": picture}, ops, check_all, parallel)
     if parallel:
         _examine_ranks(model, EngineConfig.make(**choices), console, report, as_json=as_json)
         return
@@ -84,7 +86,7 @@ def doctor(
         EngineConfig.make(**choices),
         with_model=not ops,
         limit=ops and not check_all,
-        options={"prompt": prompt, "tokens": tokens, "against": against, "stream": stream},
+        options=options,
     )
     _write(found, subject, save, picture, report, console)
     if as_json:
@@ -92,6 +94,24 @@ def doctor(
     _conclude(found, console)
     if not found.ok:
         raise typer.Exit(1)
+
+
+def _check_options(of_model: dict[str, Any], ops: bool, check_all: bool, parallel: bool) -> None:
+    """Options that would be ignored are errors."""
+    given = {f"--{name}": value is not None for name, value in of_model.items()}
+    if parallel:
+        why, given = "--parallel examines only ranks", {"--ops": ops, "--all": check_all, **given}
+    elif ops:
+        why = "--ops examines no model"
+    elif check_all:
+        raise OptionError(
+            "--all is for the cases of --ops; without it all of a model's are checked"
+        )
+    else:
+        return
+    if any(given.values()):
+        names = ", ".join(name for name, is_given in given.items() if is_given)
+        raise OptionError(f"{why}; leave out {names}")
 
 
 def _examine_ranks(

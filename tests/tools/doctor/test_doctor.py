@@ -254,6 +254,22 @@ def test_command(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["ok"] is True
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            "--parallel --ops --tokens 9",
+            "--parallel examines only ranks; leave out --ops, --tokens",
+        ),
+        ("--ops --prompt hi --no-stream", "--ops examines no model; leave out --prompt, --stream"),
+        ("--all", "--all is for the cases of --ops"),
+    ],
+)
+def test_options_that_would_mean_nothing_are_errors(options: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        raise run(*options.split()).exception
+
+
 def test_command_on_a_wrong_build(tmp_path: Path) -> None:
     write_fast_model(tmp_path / "m")
     wrong = faults.kernel("experts", lambda right, a: right(weights=a["weights"].square()))
