@@ -32,7 +32,6 @@ GAIN_WEIGHT, FIRST_WEIGHT = 0.02, 0.04  # weight of the newest step; of the firs
 LEAST_GAIN = 0.88, 0.93  # in tokens per ms relative to plain decoding: at first, and later
 TRIES = 2  # measurements of a row count before its cost counts as known
 JUDGED_AFTER = 16  # steps with drafts: the first ones are slow for other reasons too
-MOST_DRAFTS = 7  # of a sequence in a step
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
 
@@ -84,12 +83,12 @@ class StepTimes:
 def num_worth(
     survivals: Sequence[Sequence[float]],
     cost: Callable[[int], float | None],
-    numbers: Sequence[int] = range(1, MOST_DRAFTS + 1),
+    numbers: Sequence[int] = (),
 ) -> list[int]:
     """How many drafts of each sequence to verify: the number, over all sequences, that gives the
     most tokens per millisecond. `cost`: of a step with this many rows, None if unknown. Then the
     next number is tried after those that are known to pay off, to find out. A single sequence gets
-    one of `numbers`: others would leave rows of a step unused."""
+    one of `numbers`, if given: others would leave rows of a step unused."""
     plain = cost(len(survivals))
     # survivals of a sequence never rise, so the best drafts overall are prefixes
     order = sorted(
@@ -101,7 +100,8 @@ def num_worth(
     best, taken, tried, before = tokens / plain if plain else 0.0, 0, -1, 0
     for number, (chance, place, _) in enumerate(order, 1):
         tokens -= chance
-        if len(survivals) == 1 and number not in numbers and number < len(order):
+        leaves_rows = len(survivals) == 1 and numbers and number not in numbers
+        if leaves_rows and number < len(order):
             continue
         ms = cost(len(survivals) + number)
         if ms is None:
@@ -139,7 +139,7 @@ class Drafting:
         vocab_size: int,
         allow: Callable[[SequenceState, list[int]], list[int]] = lambda sequence, drafts: drafts,
         make: Callable[[SequenceState], Drafter] = Lookup,
-        room: Callable[[int], Sequence[int]] = lambda num_sequences: range(1, MOST_DRAFTS + 1),
+        room: Callable[[int], Sequence[int]] = lambda num_sequences: range(1, 8),
         *,
         learns: bool = False,
         peeks: bool = False,
