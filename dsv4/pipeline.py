@@ -242,8 +242,8 @@ class Pipeline:
                 drafting.observe(item.sequence, rows - 1, count - 1)
                 if item.sequence.pages is not None:  # otherwise it has ended
                     self._runner.pages.retract(item.sequence.pages, item.num_new - count)
-            if self._ahead is None:  # otherwise no boundary was in reach
-                self._scheduler.done(step.scheduled, has_tokens=True)
+            ahead = () if self._ahead is None else self._ahead.scheduled
+            self._scheduler.done(step.scheduled, ahead, has_tokens=True)
         drafting.check_given([sequence for sequence in step.sampled if self._is_live(sequence)])
         if not step.submitted.is_drawn:
             places = [place for place, s in enumerate(step.sampled) if self._is_live(s)]

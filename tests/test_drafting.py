@@ -25,6 +25,7 @@ import dsv4.runner.drafts.verify
 from dsv4 import Engine, SamplingParams
 from dsv4.chat.dialect import choose_dialect
 from dsv4.chat.tokenizer import Tokenizer
+from dsv4.cache.pages import SequencePages
 from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError
@@ -390,6 +391,34 @@ def test_steps_with_drafts_run_ahead(option: str, monkeypatch: pytest.MonkeyPatc
     assert (len(graphs.ran) > 3) == (option == "seeded")
     stats = engine.stats()
     assert stats.num_drafted > stats.num_accepted > 0
+
+
+def test_a_prefix_is_kept_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verify step ends on a boundary, and the host learns of it with the next one in flight: what
+    is kept then still has the bits of the boundary."""
+    monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", True)
+    engine, beyond = make_engine("mtp", MOST, prefix_cache=True), list[int]()
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
+    [cache] = engine._prefixes
+    real = cache.keep
+
+    def noted(pages: SequencePages, key: bytes, length: int, **how: Any) -> bool:
+        beyond.append(pages.length - length)
+        return real(pages, key, length, **how)
+
+    monkeypatch.setattr(cache, "keep", noted)
+    params = SamplingParams(max_tokens=30, seed=1, stop_ids=(), logprobs=0)
+    for number in range(4):
+        first = Request(f"first {number}", tuple(range(number, 110 + 130 * (number % 2))), params)
+        tokens = [*first.prompt_ids, *answer(engine, [first])[first.id].token_ids]
+        end = len(tokens) // 128 * 128
+        answer(engine, [Request("stranger", tuple(range(40)), params)])  # overwrites the slot
+        again = Request(f"again {number}", (*tokens[: end + 1], 7, 8, 9), params)
+        found = answer(engine, [again])[again.id]
+        right = answer(shared_engine("off"), [again])[again.id]
+        assert found.num_cached == end
+        assert replace(found, num_cached=0) == replace(right, num_cached=0)
+    assert max(beyond) > 4
 
 
 @pytest.mark.parametrize("kind", ["mtp", "random"])

@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dsv4.cache.geometry import PAGE_ENTRIES, POOLS, SHARED_TOKENS, TOKENS_PER_ENTRY, Pool
+from dsv4.cache.geometry import (
+    MOST_DRAFT_ROWS,
+    PAGE_ENTRIES,
+    POOLS,
+    SHARED_TOKENS,
+    TOKENS_PER_ENTRY,
+    Pool,
+)
 from dsv4.cache.pages import Columns, SequencePages, StatePages
 
 log = logging.getLogger(__name__)
@@ -159,16 +166,19 @@ class PrefixCache:
         self,
         sequence: SequencePages,
         key: bytes,
+        length: int,
         *,
         only_if_free: bool = False,
         instead_of: bytes | None = None,
     ) -> bool:
-        """Snapshot a sequence whose length is a boundary.
+        """Snapshot a sequence that has reached a boundary, or is at most one verify step past it:
+        so few rows overwrite none that the boundary needs.
 
         `only_if_free`: evict no other snapshot. `instead_of`: an older snapshot of the same
         sequence, replaced unless it was used.
         """
-        assert sequence.length % SHARED_TOKENS == 0
+        assert length % SHARED_TOKENS == 0
+        assert length <= sequence.length <= length + MOST_DRAFT_ROWS
         if key in self._snapshots:
             self._snapshots.move_to_end(key)
             return False
@@ -183,7 +193,7 @@ class PrefixCache:
         except BaseException:
             self._free_rows.append(row)
             raise
-        self._add(sequence, key, sequence.length, row, on_purpose=not only_if_free)
+        self._add(sequence, key, length, row, on_purpose=not only_if_free)
         return True
 
     def reserve(self, key: bytes) -> int | None:

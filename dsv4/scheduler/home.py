@@ -137,9 +137,9 @@ class Home:
                 return False
         return True
 
-    def keep(self, sequence: SequenceState, *, has_tokens: bool) -> None:
-        """Keep the prefix that the sequence has reached, if it ends on a boundary."""
-        length = sequence.num_computed
+    def keep(self, sequence: SequenceState, length: int, *, has_tokens: bool) -> None:
+        """Keep the prefix of this length that the sequence has reached, if it ends on a
+        boundary."""
         if self.prefix is None or not sequence.uses_prefix_cache:
             return
         if length == 0 or length % SHARED_TOKENS:
@@ -147,10 +147,10 @@ class Home:
         assert sequence.pages is not None
         key = sequence.keys()[length // SHARED_TOKENS - 1]
         if length in sequence.snapshot_lens:
-            self.prefix.keep(sequence.pages, key)
+            self.prefix.keep(sequence.pages, key, length)
         elif length < len(sequence.token_ids) - has_tokens:
-            self.prefix.keep(sequence.pages, key, only_if_free=True)
-        elif self.prefix.keep(sequence.pages, key, instead_of=sequence.kept_key):
+            self.prefix.keep(sequence.pages, key, length, only_if_free=True)
+        elif self.prefix.keep(sequence.pages, key, length, instead_of=sequence.kept_key):
             sequence.kept_key = key
 
 

@@ -136,14 +136,14 @@ class Scheduler:
     def follow(self, before: list[ScheduledTokens], drafts: Some[int]) -> list[ScheduledTokens]:
         """The step after one that verifies drafts, planned before that is read; `drafts` stand for
         those of each sequence on the device. Empty if there is other work, or if a sequence may end
-        in that step or reach a boundary, where its prefix is kept."""
+        in that step."""
         if self._waiting or {item.sequence for item in before} != set(self._running):
             return []
         found = []
         for item in before:
             sequence, longest = item.sequence, item.sequence.num_computed
             room = sequence.max_len - longest - 2
-            if longest % SHARED_TOKENS < item.num_new or room < 0:
+            if room < 0:
                 return []
             own = tuple(drafts[:room]) if sequence.may_draft else ()
             found.append(
@@ -198,14 +198,23 @@ class Scheduler:
             if prefix is not None and item.keep_len:
                 prefix.give_back(item.keep_row)
 
-    def done(self, scheduled: list[ScheduledTokens], *, has_tokens: bool = False) -> None:
-        """Keep the prefixes that end with this step; no later step may be submitted yet.
-        `has_tokens`: the step's sampled tokens are already known."""
+    def done(
+        self,
+        scheduled: list[ScheduledTokens],
+        ahead: Some[ScheduledTokens] = (),
+        *,
+        has_tokens: bool = False,
+    ) -> None:
+        """Keep the prefixes that end with this step. No later step may be submitted yet, except one
+        that followed it (`ahead`). `has_tokens`: the step's sampled tokens are already known."""
+        beyond = {item.sequence: item.num_new for item in ahead}
         for item in scheduled:
-            if item.sequence.pages is None:
+            sequence = item.sequence
+            if sequence.pages is None:
                 continue  # ended or preempted meanwhile
+            length = sequence.num_computed - beyond.get(sequence, 0)
             try:
-                self._home(item.sequence).keep(item.sequence, has_tokens=has_tokens)
+                self._home(sequence).keep(sequence, length, has_tokens=has_tokens)
             except Exception as error:  # the answer continues; only its prefix is not cached
                 log.error("a prefix could not be kept: %s", error)
 

@@ -175,7 +175,7 @@ def run_from_prefix(subject: Subject, runner: Runner, record: TapRecord) -> None
     cache = PrefixCache(runner.pages, runner.state, runner.state.num_snapshots)
     other = runner.pages.open()
     runner.step([Chunk(other, ids[:boundary], 1)])
-    cache.keep(other, keys[-1])
+    cache.keep(other, keys[-1], other.length)
     runner.step([Chunk(other, ids[: len(ids) - boundary], 1)])
     runner.pages.close(other)
     stranger = runner.pages.open()  # overwrites the slot's state
