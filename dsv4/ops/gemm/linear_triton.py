@@ -296,13 +296,17 @@ def launch(
         if fmt != BF16:
             data = (expand if fmt == NVFP4 else expand_fp8)(weights)
         kind, fmt = EXPANDED if fmt == NVFP4 else BF16, EXPANDED
+    splits = [split_k(w) for w in weights]
+    if (kind, fmt, config, partial) == (BF16, EXPANDED, None, False) and streams(x.device):
+        prompts = import_module("dsv4.ops.gemm.variants.prompt_gluon")
+        if prompts.launch(x, data, weights, outs, splits, num_groups):
+            return
     streaming = config is None and parallel is not False and _is_stream(x, weights, fmt)
     config = config or choose_config(num_rows, fmt, describe(x.device))
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows must be in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
-    splits = [split_k(w) for w in weights]
     if some is not None:
         splits = [(len(some), steps) for _, steps in splits]
     if streaming:

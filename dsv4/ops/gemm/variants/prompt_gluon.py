@@ -1,0 +1,249 @@
+# mypy: ignore-errors
+"""bf16 products of prompts on sm_90, in Gluon: up to six matrices that read the same rows.
+
+A program walks over tiles of 192 input rows by 128 weight rows. One warp copies both into a ring of
+buffers, 64 columns at a time; three groups of four warps multiply 64 input rows each. K's ranges
+have no end for the ring, which is always full. Results leave through shared memory as copies, which
+go on while the next tile is multiplied.
+
+Sums and their order are those of linear_triton.py, and `wgmma` gives the same bits with operands in
+each other's place. The interpreter does not run Gluon; a GPU test compares both to the last bit.
+"""
+
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dsv4.ops.core.gpu import describe
+from dsv4.ops.core.helpers_device import append
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+joined = gluon.jit(append.fn)
+MOST_MATRICES = 6
+ROWS, WIDTH = gl.constexpr(64), gl.constexpr(128)  # input rows of a group, weight rows of a tile
+COLUMNS = gl.constexpr(64)  # of a stage
+GROUPS = gl.constexpr(3)
+COPY_BYTES = 128  # of a row of results
+STAGES, REGISTERS, COPY_REGISTERS = 4, 160, 24
+BAND, GROUPED_BAND = 32, 8  # tiles of weight rows that all rows are multiplied by before others
+
+
+class Buffers(NamedTuple):
+    """A ring of stages; which buffers are filled, which are free again; results of a group."""
+
+    rows: object
+    weights: object
+    full: object
+    empty: object
+    results: object
+
+
+class Job(NamedTuple):
+    """What is multiplied; of each matrix its first tile, and ranges of K and stages in each."""
+
+    firsts: object
+    ranges: object
+    per_range: object
+    n_tiles: int
+    m_tiles: int
+    items: int
+    stages: int  # of K
+    group_tiles: int  # tiles of weight rows that read the same columns of x
+
+
+@gluon.constexpr_function
+def sums_layout(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _work(item, job, BAND: gl.constexpr):
+    """(tile of weight rows, tile of input rows), in bands."""
+    band = item // (BAND * job.m_tiles)
+    first = band * BAND
+    width = gl.minimum(job.n_tiles - first, BAND)
+    inside = item - first * job.m_tiles
+    return first + inside % width, inside // width
+
+
+@gluon.jit
+def _copy(x_desc, matrices, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
+    """The job of the copying warp."""
+    at = 0
+    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
+        n_tile, m_tile = _work(item, job, BAND)
+        column = n_tile // job.group_tiles * job.stages * COLUMNS
+        for step in range(0, job.stages):
+            slot = at % STAGES
+            full = b.full.index(slot)
+            mbarrier.wait(b.empty.index(slot), (at // STAGES + 1) & 1)
+            mbarrier.expect(full, (GROUPS * ROWS + WIDTH) * COLUMNS * 2)
+            for i in gl.static_range(GROUPS):
+                place = [(m_tile * GROUPS + i) * ROWS, column + step * COLUMNS]
+                tma_load(x_desc, place, full, b.rows.index(slot * GROUPS + i))
+            for i in gl.static_range(len(matrices)):
+                tile = n_tile - job.firsts[i]
+                if (tile >= 0) & (n_tile < job.firsts[i + 1]):
+                    place = [tile * WIDTH, step * COLUMNS]
+                    tma_load(matrices[i], place, full, b.weights.index(slot))
+            at += 1
+
+
+@gluon.jit
+def _multiply_tile(group, at, count, per_range, b, job, STAGES: gl.constexpr):
+    """All ranges of K, added in order."""
+    total = gl.zeros([ROWS, WIDTH], gl.float32, sums_layout(WIDTH))
+    for index in range(0, count):
+        begin = index * per_range
+        end = gl.minimum(begin + per_range, job.stages)
+        sums = gl.zeros([ROWS, WIDTH], gl.float32, sums_layout(WIDTH))
+        for step in range(begin, end):
+            slot = at % STAGES
+            mbarrier.wait(b.full.index(slot), at // STAGES & 1)
+            weights = b.weights.index(slot).permute((1, 0))
+            rows = b.rows.index(slot * GROUPS + group)
+            sums = warpgroup_mma(rows, weights, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=(sums,))
+            # the product before this one is done
+            mbarrier.arrive(b.empty.index((at + STAGES - 1) % STAGES), count=1, pred=step > begin)
+            at += 1
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        mbarrier.arrive(b.empty.index((at + STAGES - 1) % STAGES), count=1)
+        total = total + sums
+    return total, at
+
+
+@gluon.jit
+def _store(value, row, column, out, group, b, OFFSET: gl.constexpr):
+    """Copies a line of 128 bytes wide, from two buffers in turn."""
+    SIZE: gl.constexpr = value.shape[1]
+    CHUNK: gl.constexpr = b.results.shape[2]
+    if SIZE > CHUNK:
+        HALF: gl.constexpr = SIZE // 2
+        halves = gl.split(gl.permute(value.reshape([ROWS, 2, HALF]), [0, 2, 1]))
+        _store(halves[0], row, column, out, group, b, OFFSET)
+        _store(halves[1], row, column, out, group, b, OFFSET + HALF)
+    else:
+        value = gl.convert_layout(value, sums_layout(SIZE), assert_trivial=True)
+        buffer = b.results.index(group * 2 + OFFSET // CHUNK % 2)
+        tma.store_wait(1)
+        buffer.store(value.to(out.dtype))
+        fence_async_shared()
+        tma_store(out, [row, column + OFFSET], buffer)
+
+
+@gluon.jit
+def _multiply(group, outs, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
+    """The job of a multiplying warpgroup."""
+    at = 0
+    for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
+        n_tile, m_tile = _work(item, job, BAND)
+        count, per_range = job.ranges[0], job.per_range[0]
+        for i in gl.static_range(1, len(outs)):
+            count = gl.where(n_tile >= job.firsts[i], job.ranges[i], count)
+            per_range = gl.where(n_tile >= job.firsts[i], job.per_range[i], per_range)
+        total, at = _multiply_tile(group, at, count, per_range, b, job, STAGES)
+        for i in gl.static_range(len(outs)):
+            tile = n_tile - job.firsts[i]
+            if (tile >= 0) & (n_tile < job.firsts[i + 1]):
+                row = (m_tile * GROUPS + group) * ROWS
+                _store(total, row, tile * WIDTH, outs[i], group, b, 0)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["m_tiles", "stages", "group_tiles"])
+def _prompt_kernel(
+    x_desc, w0, w1, w2, w3, w4, w5, out0, out1, out2, out3, out4, out5, firsts, ranges, per_range,
+    m_tiles, stages, group_tiles, NUM: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
+    NUM_REGISTERS: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    CHUNK: gl.constexpr = out0.block_shape[1]
+    b = Buffers(
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, COLUMNS], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [STAGES, WIDTH, COLUMNS], SHARED),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(out0.dtype, [2 * GROUPS, ROWS, CHUNK], out0.layout),
+    )
+    for i in gl.static_range(STAGES):
+        mbarrier.init(b.full.index(i), count=1)
+        mbarrier.init(b.empty.index(i), count=GROUPS)
+    every = ((w0, out0), (w1, out1), (w2, out2), (w3, out3), (w4, out4), (w5, out5))
+    matrices = ()
+    outs = ()
+    for i in gl.static_range(NUM):
+        matrices = joined(matrices, every[i][0])
+        outs = joined(outs, every[i][1])
+    n_tiles = firsts[NUM]
+    job = Job(firsts, ranges, per_range, n_tiles, m_tiles, n_tiles * m_tiles, stages, group_tiles)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, outs, b, job, BAND, STAGES)),
+            (_multiply, (1, outs, b, job, BAND, STAGES)),
+            (_multiply, (2, outs, b, job, BAND, STAGES)),
+            (_copy, (x_desc, matrices, b, job, BAND, STAGES)),
+        ],
+        [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
+    )  # fmt: skip
+
+
+def launch(x, data, weights, outs, splits, num_groups) -> bool:
+    """`y_i = x . W_i^T` for `weights` whose values are bf16 `data`; `splits`: ranges of K and steps
+    of 128 columns in each. False if copies cannot read them: rows must begin at multiples of 16
+    bytes."""
+    matrices = [values.view(w.shape) for values, w in zip(data, weights, strict=True)]
+    if weights[0].shape[1] % 128 or not all(map(_fits, (x, *matrices, *outs))):
+        return False
+    found = sorted(zip(matrices, outs, splits, strict=True), key=_dtype)
+    for _, same in groupby(found, key=_dtype):
+        part = list(same)
+        for start in range(0, len(part), MOST_MATRICES):
+            _launch(x, part[start : start + MOST_MATRICES], num_groups)
+    return True
+
+
+def _dtype(matrix) -> str:
+    return str(matrix[1].dtype)
+
+
+def _fits(rows) -> bool:
+    return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+
+
+def _launch(x, matrices, num_groups) -> None:
+    shared = gl.NVMMASharedLayout(128, 16, 2)
+    size = matrices[0][1].element_size()
+    results = gl.NVMMASharedLayout(COPY_BYTES, 8 * size, 2)
+    columns = matrices[0][0].shape[1]
+    padded = [*matrices, *[matrices[0]] * (MOST_MATRICES - len(matrices))]
+    block, chunk = [int(ROWS), int(COLUMNS)], [int(ROWS), COPY_BYTES // size]
+    weights = [
+        TensorDescriptor.from_tensor(w, [int(WIDTH), int(COLUMNS)], shared) for w, *_ in padded
+    ]
+    outs = [TensorDescriptor.from_tensor(out, chunk, results) for _, out, _ in padded]
+    tiles = [triton.cdiv(w.shape[0], int(WIDTH)) for w, *_ in matrices]
+    m_tiles = triton.cdiv(x.shape[0], int(ROWS) * int(GROUPS))
+    programs = min(describe(x.device).multiprocessors, m_tiles * sum(tiles))
+    per_stage = 128 // int(COLUMNS)
+    _prompt_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, block, shared), *weights, *outs,
+        (0, *accumulate(tiles)), tuple(count for *_, (count, _) in matrices),
+        tuple(steps * per_stage for *_, (_, steps) in matrices), m_tiles,
+        triton.cdiv(columns, int(COLUMNS)), sum(tiles) // num_groups, NUM=len(matrices),
+        BAND=GROUPED_BAND if num_groups > 1 else BAND, STAGES=STAGES, NUM_REGISTERS=REGISTERS,
+        NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=4,
+    )  # fmt: skip
