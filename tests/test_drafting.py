@@ -23,9 +23,9 @@ import dsv4.model.draft
 import dsv4.runner.drafts.device
 import dsv4.runner.drafts.verify
 from dsv4 import Engine, SamplingParams
+from dsv4.cache.pages import SequencePages
 from dsv4.chat.dialect import choose_dialect
 from dsv4.chat.tokenizer import Tokenizer
-from dsv4.cache.pages import SequencePages
 from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError

@@ -61,21 +61,16 @@ class MtpBlock:
         if everything.left:
             raise CheckpointError(f"unused weights: {sorted(everything.left)[:5]}")
 
-    def __call__(
-        self, streams: Tensor, following: Tensor, step: StepInputs, state: SwaState
-    ) -> tuple[Tensor, Tensor]:
-        """Streams `[rows, streams, size]` and the following tokens -> fp32 logits of the tokens
-        after those, and the block's own streams; stores its keys at the rows' positions."""
-        start = Residual(self._start(streams, following))
-        residual = self.block(start, step, state, SingleRank())
+    def __call__(self, start: Tensor, step: StepInputs, state: SwaState) -> tuple[Tensor, Residual]:
+        """X0 -> fp32 logits, and X1, with its last update to come; stores the rows' keys."""
+        residual = self.block(Residual(start), step, state, SingleRank())
         hidden = collapse_head(residual, self.head_site, None)
-        return linear(hidden, self.head, torch.float32), finish(residual)
+        return linear(hidden, self.head, torch.float32), residual
 
-    def keys(self, streams: Tensor, following: Tensor, step: StepInputs, state: SwaState) -> None:
+    def keys(self, start: Tensor, step: StepInputs, state: SwaState) -> None:
         """Only store the keys."""
-        attention, start = self.block.attention, Residual(self._start(streams, following))
-        by = ([attention.wkv], [streams.dtype])
-        *_, (kv,) = SingleRank().mix_linear(start, self.block.attention_site, by)
+        attention, by = self.block.attention, ([self.block.attention.wkv], [start.dtype])
+        *_, (kv,) = SingleRank().mix_linear(Residual(start), self.block.attention_site, by)
         kv_store(
             WindowKey(
                 kv, attention.kv_norm, attention.frequencies, self.eps, step.batch, state.window,
@@ -83,7 +78,8 @@ class MtpBlock:
             )
         )  # fmt: skip
 
-    def _start(self, streams: Tensor, following: Tensor) -> Tensor:
+    def start(self, streams: Tensor, following: Tensor) -> Tensor:
+        """X0, from streams `[rows, streams, size]` and the tokens after these rows."""
         rows, _, size = streams.shape
         e = embed(following, self.model.embedding, 1, self.model.dtype).view(rows, size)
         e = linear(rms_norm(e, self.enorm, self.eps), self.e_proj)

@@ -22,10 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Some
 from dataclasses import dataclass, replace
 
-from dsv4.cache.geometry import (
-    CARRIED_ROWS,
-    SHARED_TOKENS,
-)
+from dsv4.cache.geometry import CARRIED_ROWS, SHARED_TOKENS
 from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import Snapshot
 from dsv4.errors import NumericsError
@@ -70,8 +67,7 @@ class Scheduler:
         `propose`: drafts for sequences, given how many each can take. `lanes`: steps in flight
         together, among which decoding sequences are divided."""
         self._homes, self._lanes = list(homes), lanes
-        self._propose = propose
-        self._budget = budget
+        self._propose, self._budget = propose, budget
         self._chunk_tokens = chunk_tokens
         self._emit = emit
         self._waiting: list[SequenceState] = []  # both lists are sorted by rank
@@ -141,8 +137,8 @@ class Scheduler:
             return []
         found = []
         for item in before:
-            sequence, longest = item.sequence, item.sequence.num_computed
-            room = sequence.max_len - longest - 2
+            sequence = item.sequence
+            room = sequence.max_len - sequence.num_computed - 2
             if room < 0:
                 return []
             own = tuple(drafts[:room]) if sequence.may_draft else ()
@@ -208,8 +204,7 @@ class Scheduler:
         """Keep the prefixes that end with this step. No later step may be submitted yet, except one
         that followed it (`ahead`). `has_tokens`: the step's sampled tokens are already known."""
         beyond = {item.sequence: item.num_new for item in ahead}
-        for item in scheduled:
-            sequence = item.sequence
+        for sequence in [item.sequence for item in scheduled]:
             if sequence.pages is None:
                 continue  # ended or preempted meanwhile
             length = sequence.num_computed - beyond.get(sequence, 0)

@@ -15,6 +15,7 @@ from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import ModelConfig
 from dsv4.model.attention import layer_frequencies
 from dsv4.model.draft import MtpBlock
+from dsv4.ops.mhc.mix import Residual
 from dsv4.testing import _random_tensor, random_weights, small_config
 from tests.oracle.drafts import difference, engine_drafts
 from tests.oracle.plain_block import (
@@ -97,7 +98,7 @@ def drafts_of(chunk: int) -> tuple[list[int], list[Tensor]]:
     """A chain of drafts after a prompt in chunks, and the logits that each was drawn from."""
     logits, real = list[Tensor](), MtpBlock.__call__
 
-    def recorded(self: MtpBlock, *arguments: object) -> tuple[Tensor, Tensor]:
+    def recorded(self: MtpBlock, *arguments: object) -> tuple[Tensor, Residual]:
         result = real(self, *arguments)  # type: ignore[arg-type]
         logits.append(result[0][0])
         return result

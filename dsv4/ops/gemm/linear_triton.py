@@ -277,9 +277,8 @@ def fill(x, weights, outs) -> None:
 def launch_key(weight) -> tuple[int, int, int, bool]:
     """Matrices with the same key share a launch."""
     fmt = weight_format(weight)
-    if fmt == FP8:
-        return fmt, *weight.tile, weight.scale.dtype == torch.uint8
-    return fmt, 0, 0, False
+    is_fp8 = fmt == FP8
+    return (fmt, *weight.tile, weight.scale.dtype == torch.uint8) if is_fp8 else (fmt, 0, 0, False)
 
 
 def launch(
@@ -298,8 +297,8 @@ def launch(
         kind, fmt = EXPANDED if fmt == NVFP4 else BF16, EXPANDED
     splits = [split_k(w) for w in weights]
     if (kind, fmt, config, partial) == (BF16, EXPANDED, None, False) and streams(x.device):
-        prompts = import_module("dsv4.ops.gemm.variants.prompt_gluon")
-        if prompts.launch(x, data, weights, outs, splits, num_groups):
+        module = import_module("dsv4.ops.gemm.variants.prompt_gluon")
+        if module.launch(x, data, weights, outs, splits, num_groups):
             return
     streaming = config is None and parallel is not False and _is_stream(x, weights, fmt)
     config = config or choose_config(num_rows, fmt, describe(x.device))
@@ -357,10 +356,8 @@ def _is_stream(x, weights, fmt: int) -> bool:
     they copy 16 bytes at a time."""
     if weights[0].shape[1] % 128 or fmt == EXPANDED or not streams(x.device):
         return False
-    if fmt == NVFP4:
-        good = x.shape[0] <= STREAM_ROWS
-    else:
-        good = x.shape[0] == 1 and all(streams_stored(weight) for weight in weights)
+    few = x.shape[0] <= (STREAM_ROWS if fmt == NVFP4 else 1)
+    good = few and (fmt == NVFP4 or all(map(streams_stored, weights)))
     return good and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
 
 

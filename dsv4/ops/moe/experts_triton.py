@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.gpu import Gpu, describe
-from dsv4.ops.core.helpers_device import append, times_rounded
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options, rows_reason
+from dsv4.ops.core.helpers_device import append, depend, times_rounded
+from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import dot_nvfp4, dot_two_ranges, tile_rows
 from dsv4.ops.gemm.weights.tiled import TiledFp4
@@ -32,6 +32,7 @@ from dsv4.ops.moe.experts_end_triton import (
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 from dsv4.ops.moe.placed import stack_of, table_of
 
+EARLY_TOKENS = 32  # up to here launches start early; more programs would crowd
 TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
 
@@ -172,7 +173,9 @@ def _up_kernel(
     x, x_stride, z, weights, groups, w, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64, places, counts, num_pairs, chosen, num_experts, size, inner, limit,
     total_steps, expert_tiles, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, E: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    depend(DEPENDENT)
     expert = tl.load(groups.tile_expert + tl.program_id(1))
     start = tl.load(groups.tile_start + tl.program_id(1))
     end = tl.load(groups.tile_end + tl.program_id(1))
@@ -220,11 +223,12 @@ def _down_rows(
 def _down_kernel(
     z, partial_sums, groups, w, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64, places, num_pairs, chosen, num_places, num_experts, size, inner,
-    total_steps, expert_tiles, E: tl.constexpr,
+    total_steps, expert_tiles, E: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(groups.tile_expert + tl.program_id(1))
+    expert = tl.load(groups.tile_expert + tl.program_id(1))  # written two launches ago
     start = tl.load(groups.tile_start + tl.program_id(1))
     end = tl.load(groups.tile_end + tl.program_id(1))
+    depend(DEPENDENT)
     if expert < 0:
         return
     is_shared = expert == num_experts
@@ -340,7 +344,8 @@ def launch(x, experts, weights, by, *, partial=False, config=None, gather=None) 
     if partial:
         return expert_sums
     y = torch.empty_like(x)
-    combine(expert_sums, extra, y, *expert_sums.shape[1:3])
+    early = extra is None and num_tokens <= EARLY_TOKENS
+    combine(expert_sums, extra, y, *expert_sums.shape[1:3], early=early)
     return y
 
 
@@ -350,7 +355,8 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
     places_at, counts = table_of(by.w13)
     w13, w2, shared = stack_of(by.w13), stack_of(by.w2), by.shared_w13
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
-    tiles = group_by_expert(experts, num_experts, config.bm, shared=shared is not None)
+    early = num_tokens <= EARLY_TOKENS
+    tiles = group_by_expert(experts, num_experts, config.bm, shared=shared is not None, early=early)
     num_pairs, places = num_tokens * chosen, chosen + (shared is not None)
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
     sums = workspace(x.device, "experts_partial_sums", num_tokens * places * size, torch.float32)
@@ -369,13 +375,13 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
         num_pairs, chosen, num_experts, width, own, by.limit, w13.num_steps, w13.packed.shape[1],
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=1 if shared is None else shared.global_scale.shape[0],
-        E=tile(w13), **launch_options(config.num_warps),
+        E=tile(w13), **dependent_options(x.device, config.num_warps, early=early),
     )  # fmt: skip
     if gather is not None:
         z = gather(z[: num_pairs * own].view(num_pairs, own))
     _down_kernel[(triton.cdiv(size, config.bn), tiles.num_tiles)](
         z, sums, tiles.groups, *expert_weights(w2, by.shared_w2), places_at, num_pairs,
         chosen, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
-        E=tile(w2), **launch_options(config.num_warps),
+        E=tile(w2), **dependent_options(x.device, config.num_warps, early=early),
     )  # fmt: skip
     return sums[: num_tokens * places * size].view(num_tokens, places, 1, size)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.helpers_device import depend
-from dsv4.ops.core.launch import dependent_options, device_reason, launch_options
+from dsv4.ops.core.launch import dependent_options, device_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.dot_device import dot_bf16
@@ -196,11 +196,12 @@ def _gate_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _top_k_kernel(g, num_rows, num_experts, scaling, G: tl.constexpr):
+def _top_k_kernel(g, num_rows, num_experts, scaling, G: tl.constexpr, DEPENDENT: tl.constexpr):
     BE: tl.constexpr = G.be
     offset = tl.zeros((BE,), tl.float32)
     if not G.hashed:
         offset = row_bias(g.bias, num_experts, BE)
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     select_row(g, offset, row, num_rows, num_experts, scaling, G)
 
@@ -251,6 +252,7 @@ def run(x, token_ids, by):
         linear_triton.launch(x, [by.gate], [logits])
     if num_rows > 1:
         _top_k_kernel[(num_rows,)](
-            tensors, num_rows, num_experts, by.scaling, G=sizes, **launch_options(1)
-        )
+            tensors, num_rows, num_experts, by.scaling, G=sizes,
+            **dependent_options(x.device, 1, early=few),
+        )  # fmt: skip
     return tensors.chosen, tensors.weights

@@ -19,6 +19,7 @@ from torch import Tensor
 from dsv4.cache.kinds import SwaState
 from dsv4.model.draft import DraftModel, DSpark, MtpBlock
 from dsv4.model.inputs import StepInputs
+from dsv4.model.mhc import finish
 from dsv4.model.transformer import DraftTaps
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.sample.sample import MASK, SampleInputs, sample
@@ -118,8 +119,8 @@ class DeviceDrafter(ABC):
         """The rest of a whole step, once its tokens are drawn and counted. All sequences get
         drafts; `verify` has left where they start."""
         n = part.shape.sequences
-        self._store(part.shape, self._buffers.inputs(part.shape), are_drawn=True)
-        self._make(n, part.num_drafts, self._verify.follows[:, :n])
+        begun = self._store(part.shape, self._buffers.inputs(part.shape), are_drawn=True)
+        self._make(n, part.num_drafts, self._verify.follows[:, :n], begun)
 
     def send(self, places: Sequence[int], counts: Sequence[int]) -> None:
         """Send which sequences of a step get drafts; `counts`: how many tokens of each sequence
@@ -151,10 +152,10 @@ class DeviceDrafter(ABC):
         n = shape.sequences
         self._make(n, shape.width, select_columns(self._verify.follows, self._line.line[:n]))
 
-    def _make(self, n: int, count: int, follows: Tensor) -> None:
+    def _make(self, n: int, count: int, follows: Tensor, begun: Tensor | None = None) -> None:
         """`count` drafts of `n` sequences, after what `follows` says as `verify` writes it."""
         rows, slots, newest, *positions = follows
-        self._draft(n, rows, newest, positions[: count + 2], slots)
+        self._draft(n, rows, newest, positions[: count + 2], slots, begun)
         self._verify.drafts[:, :count].index_copy_(0, slots, self.drafts[:n, :count])
 
     def read(
@@ -176,16 +177,20 @@ class DeviceDrafter(ABC):
         return pending
 
     @abstractmethod
-    def _store(self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False) -> None:
-        """`are_drawn`: the tokens of all rows of a verify step are on the device."""
+    def _store(
+        self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False
+    ) -> Tensor | None:
+        """`are_drawn`: the tokens of all rows of a verify step are on the device. May return what
+        the first draft would compute again, by row of the step."""
 
     @abstractmethod
     def _draft(
-        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor
-    ) -> None:
+        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor,
+        begun: Tensor | None,
+    ) -> None:  # fmt: skip
         """Write drafts of `n` sequences: after these rows of the step and the tokens drawn there,
         at the first of these positions. A draft reads two positions ahead, so there are as many
-        drafts as positions, less two."""
+        drafts as positions, less two. `begun`: as `_store` returned it."""
 
     def _settings(self, n: int) -> SampleInputs:
         """Draw as the target will be drawn, but without its guide, whose mask is not known yet.
@@ -214,12 +219,13 @@ class MtpDrafter(DeviceDrafter):
         rows = self._tap_rows(config.hc_mult, config.hidden_size)
         self.block, self.taps = block, DraftTaps((config.num_layers - 1,), rows)
 
-    def _store(self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False) -> None:
+    def _store(self, shape: StepShape, inputs: StepInputs, *, are_drawn: bool = False) -> Tensor:
         # a drawn token is the next row's input, unless that row does not count
         drawn = self._verify.sampled[: shape.tokens]
         following = drawn if are_drawn else self._following(shape, inputs)
-        streams = self.taps.rows[: shape.tokens]
-        self.block.keys(streams, following, inputs, self._states[0])
+        start = self.block.start(self.taps.rows[: shape.tokens], following)
+        self.block.keys(start, inputs, self._states[0])
+        return start
 
     def _following(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """The token after each row: the next row's, or the newest after a sequence's last row."""
@@ -236,17 +242,23 @@ class MtpDrafter(DeviceDrafter):
         return torch.where(batch.positions < 0, -1, following)
 
     def _draft(
-        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor
-    ) -> None:
-        streams, token_ids = self.taps.rows.index_select(0, rows), newest
+        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor,
+        begun: Tensor | None,
+    ) -> None:  # fmt: skip
+        if begun is None:
+            start = self.block.start(self.taps.rows.index_select(0, rows), newest)
+        else:
+            start = begun.index_select(0, rows)
         table, order = self._tables().index_select(0, slots), self._buffers.rows[:n]
-        settings, drawn = self._settings(n), list[Tensor]()
+        settings, token_ids, drawn = self._settings(n), newest, list[Tensor]()
         for at, behind, wanted in zip(positions, positions[1:], positions[2:], strict=False):
             batch = Ragged(at, order, order, at, behind, slots)
             step = StepInputs(token_ids, batch, table, table, table, None)
-            logits, streams = self.block(streams, token_ids, step, self._states[0])
+            logits, residual = self.block(start, step, self._states[0])
             token_ids = self._draw(logits, replace(settings, positions=wanted))
             drawn.append(token_ids)
+            if wanted is not positions[-1]:
+                start = self.block.start(finish(residual), token_ids)
         torch.stack(drawn, 1, out=self.drafts[:n, : len(drawn)])
 
 
@@ -264,8 +276,9 @@ class DSparkDrafter(DeviceDrafter):
         self.block.keys(self.taps.rows[: shape.tokens], inputs, self._states)
 
     def _draft(
-        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor
-    ) -> None:
+        self, n: int, rows: Tensor, newest: Tensor, positions: list[Tensor], slots: Tensor,
+        begun: Tensor | None,
+    ) -> None:  # fmt: skip
         token_ids = newest
         base, hidden = self.block(token_ids, positions[0], slots, self._tables(), self._states)
         settings = self._settings(n)
