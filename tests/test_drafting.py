@@ -296,6 +296,15 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
     assert all(drafts in given[0] for drafts in given[2])
 
 
+def test_dspark_drafts_after_a_token_drawn_from_nan() -> None:
+    """That token is -1, and on a GPU a row before a table's first would end every request."""
+    block = shared_engine("dspark")._runner.drafter.block  # type: ignore[union-attr]
+    base, hidden = torch.randn(2, VOCABULARY), torch.randn(2, 1, block.model.config.hidden_size)
+    logits, _ = block.after(base, hidden[:, 0], torch.tensor([-1, 5]))
+    right, _ = block.after(base, hidden[:, 0], torch.tensor([0, 5]))
+    assert torch.equal(logits, right)
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("draft", ["lookup", "mtp", "dspark"])
 def test_nan_ends_one_request_with_drafts(

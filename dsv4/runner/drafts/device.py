@@ -284,9 +284,8 @@ class DSparkDrafter(DeviceDrafter):
         settings = self._settings(n)
         for number, wanted in enumerate(positions[2:]):
             logits, chances = self.block.after(base[:, number], hidden[:, number], token_ids)
-            drawn = self._draw(logits, replace(settings, positions=wanted))
-            token_ids = drawn.clamp(min=0)
-            self.drafts[:n, number].copy_(drawn)
+            token_ids = self._draw(logits, replace(settings, positions=wanted))
+            self.drafts[:n, number].copy_(token_ids)
             self.chances[:n, number].copy_(chances)
 
 
