@@ -65,7 +65,7 @@ def test_every_byte_of_a_layer_is_read_once() -> None:
 
 
 A8 = (
-    "few_update_kernel", "_mix_kernel", "_a8_rows_kernel", "_a8_kernel", "_linear_kernel",
+    "few_update_kernel", "_mix_kernel", "_a8_rows_kernel", "_a8_kernel", "_prompt_kernel",
     "_state_kernel", "_a8_rows_kernel", "_a8_prompt_kernel", "_merge_kernel", "few_update_kernel",
     "_linear_kernel", "_top_k_kernel", "_a8_rows_kernel", "_a8_kernel", "an op of torch",
     "_group_kernel", "_a8_prompt_experts_kernel", "_a8_rows_kernel", "_a8_prompt_experts_kernel",

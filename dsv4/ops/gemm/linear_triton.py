@@ -270,8 +270,7 @@ def fill(x, weights, outs) -> None:
         indices = list(same)
         for start in range(0, len(indices), MAX_MATRICES):
             chosen = indices[start : start + MAX_MATRICES]
-            part = [weights[i] for i in chosen], [outs[i] for i in chosen]
-            launch(x, *part)
+            launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
 
 
 def launch_key(weight) -> tuple[int, int, int, bool]:
@@ -296,9 +295,10 @@ def launch(
             data = (expand if fmt == NVFP4 else expand_fp8)(weights)
         kind, fmt = EXPANDED if fmt == NVFP4 else BF16, EXPANDED
     splits = [split_k(w) for w in weights]
-    if (kind, fmt, config, partial) == (BF16, EXPANDED, None, False) and streams(x.device):
+    if (fmt, config, parallel, partial) == (EXPANDED, None, None, False) and streams(x.device):
         module = import_module("dsv4.ops.gemm.variants.prompt_gluon")
-        if module.launch(x, data, weights, outs, splits, num_groups):
+        factors = [w.global_scale if kind == EXPANDED else None for w in weights]
+        if module.launch(x, data, outs, splits, factors, num_groups):
             return
     streaming = config is None and parallel is not False and _is_stream(x, weights, fmt)
     config = config or choose_config(num_rows, fmt, describe(x.device))

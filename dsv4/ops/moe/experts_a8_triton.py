@@ -54,11 +54,12 @@ def run(x, experts, weights, by, bm=None):
         extra = _shared_output(rows, by)
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_experts_gluon")
-        grouped = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
+        tile = prompt.choose_tile(num_pairs, w13, w2)
+        grouped = group_by_expert(experts, num_experts, tile.rows)
         rows = gather_rows(rows, grouped.groups, chosen, "a8_pairs")
-        prompt.multiply_experts(rows, w13, z, grouped, weights=weights, limit=by.limit)
+        prompt.multiply_experts(rows, w13, z, grouped, tile, weights=weights, limit=by.limit)
         rows = make_a8_rows(z, "a8_pairs", copies=COPIES)
-        prompt.multiply_experts(rows, w2, partial_sums, grouped)
+        prompt.multiply_experts(rows, w2, partial_sums, grouped, tile)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)
         grouped = group_by_expert(experts, num_experts, bm, early=early)

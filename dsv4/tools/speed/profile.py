@@ -25,7 +25,7 @@ FAMILIES = {
     "linear": (
         "_linear_kernel", "_expand_kernel", "_expand_fp8_kernel", "_few_rows_kernel",
         "_many_rows_kernel", "_quantize_kernel", "linear_stream", "stored_stream", "_a8_kernel",
-        "_a8_prompt_kernel", "_a8_prompt_experts_kernel", "_a8_rows_kernel",
+        "_a8_prompt_kernel", "_a8_prompt_experts_kernel", "_a8_rows_kernel", "_prompt_kernel",
     ),
     "mhc": (
         "update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel",

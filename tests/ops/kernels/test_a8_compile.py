@@ -10,13 +10,13 @@ import torch
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
 NUMBERS = {  # of kernels; what the interpreter does not run is compiled by every test run
-    "prompts": {"_a8_prompt_kernel": 2, "_a8_prompt_experts_kernel": 2},
+    "prompts": {"_a8_prompt_kernel": 2, "_a8_prompt_experts_kernel": 4},
     "all": {
         "_a8_kernel": 13,
         "_a8_rows_kernel": 3,
         "_gather_rows_kernel": 1,
         "_a8_prompt_kernel": 4,
-        "_a8_prompt_experts_kernel": 2,
+        "_a8_prompt_experts_kernel": 4,
     },
 }
 
@@ -93,9 +93,10 @@ def all_launches() -> Iterator[Launch]:
                 f"a8 mxfp4 {bm} {kind} {tiles}",
                 lambda w=weight, o=out, b=bm, g=more: multiply_experts(rows, w, o, grouped, b, **g),
             )
-        yield (
-            f"a8 mxfp4 prompt {kind}",
-            lambda w=weight, o=out, g=given: prompt_experts.multiply_experts(
-                rows, w, o, grouped, **g
-            ),
-        )
+        for label, tile in (("many", prompt_experts.MANY), ("few", prompt_experts.FEW)):
+            yield (
+                f"a8 mxfp4 prompt {kind} {label}",
+                lambda w=weight, o=out, t=tile, g=given: prompt_experts.multiply_experts(
+                    rows, w, o, grouped, t, **g
+                ),
+            )

@@ -164,9 +164,11 @@ def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -
         real(*given, **more)
 
     monkeypatch.setattr(prompt_experts, "multiply_experts", multiply)
-    found = kernel.run(**arguments)
-    assert len(used) == 2
-    assert torch.equal(found, kernel.run(**arguments, bm=64))
+    wanted = kernel.run(**arguments, bm=64)
+    for tile in (prompt_experts.MANY, prompt_experts.FEW):
+        monkeypatch.setattr(prompt_experts, "choose_tile", lambda *_, tile=tile: tile)
+        assert torch.equal(kernel.run(**arguments), wanted), tile
+    assert len(used) == 4
 
 
 def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None:
@@ -217,6 +219,7 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
         grouped = group_by_expert(chosen, 256, 128)
         rows = gather_rows(make_a8_rows(x, "test"), grouped.groups, 6, "pairs")
         plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
-        grouped = group_by_expert(chosen, 256, prompt_experts.MOST_ROWS)
-        run = partial(prompt_experts.multiply_experts, rows, weight, found, grouped, **more)
-        assert_repeats(run, found, wanted, f"experts, {size} results")
+        for tile in (prompt_experts.MANY, prompt_experts.FEW):
+            grouped = group_by_expert(chosen, 256, tile.rows)
+            run = partial(prompt_experts.multiply_experts, rows, weight, found, grouped, tile)
+            assert_repeats(partial(run, **more), found, wanted, f"experts, {size} results, {tile}")

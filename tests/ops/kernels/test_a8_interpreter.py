@@ -248,9 +248,10 @@ def check_experts() -> None:
 
     def multiply(*given: Any, **more: Any) -> None:  # the interpreter does not run Gluon
         used.append(given[0].scales.shape[0] // given[0].num_steps)
-        plain.multiply_experts(*given, 32, **more)
+        plain.multiply_experts(*given[:-1], given[-1].rows, **more)
 
-    prompt = SimpleNamespace(MOST_ROWS=32, multiply_experts=multiply)
+    tile = SimpleNamespace(rows=32)
+    prompt = SimpleNamespace(choose_tile=lambda *_: tile, multiply_experts=multiply)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "fits_prompts", lambda *weights: True)
         patch.setattr(kernel, "import_module", lambda name: prompt)

@@ -30,6 +30,7 @@ def test_kernels_compile(capability: int, cases: str) -> None:
     kernels = {row["kernel"] for row in rows}
     if capability == 90:
         assert kernels >= {"linear_stream", "stored_stream", "up_stream", "down_stream"}
+        assert "_prompt_kernel" in kernels
     if cases == "all":
         assert kernels >= {"_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"}
     if (capability, cases) == (90, "all"):
@@ -43,7 +44,8 @@ def test_kernels_compile(capability: int, cases: str) -> None:
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         check_limits(row, 20, capability)
-        if row["kernel"].endswith(("_linear_kernel", "_up_kernel", "_gate_kernel", "_stream")):
+        products = ("_linear_kernel", "_prompt_kernel", "_up_kernel", "_gate_kernel", "_stream")
+        if row["kernel"].endswith(products):
             assert MATRIX.search(" ".join(row["mix"])), f"{label}: no matrix instruction"
         if capability != 100 and HOT.search(row["case"]) and counts_are_known():
             assert row["hot_reloads"] == 0, f"{label}: {row['hot_reloads']} reloads in a loop"
@@ -79,6 +81,11 @@ def stream_launches() -> Iterator[Launch]:
     from dsv4.ops.moe import experts_stream_gluon
 
     generator = torch.Generator().manual_seed(0)
+    prompt = torch.zeros(1024, 2048, dtype=torch.bfloat16)
+    some = [torch.zeros(n, 2048).bfloat16() for n in (256, 192, 64)]
+    yield "prompt", lambda: linear_triton.run(prompt, some, [torch.float32] * 3)
+    wo_a, grouped = random_tiled(256, 1024, generator), torch.empty(1024, 256).bfloat16()
+    yield "prompt groups", lambda: linear_triton.launch(prompt, [wo_a], [grouped], num_groups=2)
     for columns, rows in ((2048, 1), (2048, 8)):
         matrix = random_tiled(256, columns, generator)
         x = torch.zeros(rows, columns, dtype=torch.bfloat16)

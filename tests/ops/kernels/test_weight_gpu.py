@@ -53,6 +53,57 @@ def test_rows_do_not_depend_on_the_height_of_their_tile() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1024, 1025, 8191])
+def test_matrices_of_prompts_have_the_bits_of_the_plain_kernel(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One range of K and several, groups, both types of results, sizes that end inside a tile."""
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.gemm import linear_triton
+    from dsv4.ops.gemm.variants import prompt_gluon
+    from dsv4.ops.gemm.weights.tiled import random_tiled
+
+    generator = torch.Generator().manual_seed(rows)
+
+    def matrix(n: int, k: int) -> Any:
+        if kind == "nvfp4":
+            return random_tiled(n, k, generator).to("cuda")
+        values = torch.randn(n, k, device="cuda")
+        if kind == "bf16":
+            return values.bfloat16()
+        return Fp8BlockTensor(*fp8.quantize_tiles(values, 128, power_of_two=True), 128)
+
+    used, real = [], prompt_gluon.launch
+
+    def launch(*given: Any) -> bool:
+        used.append(real(*given))
+        return used[-1]
+
+    monkeypatch.setattr(prompt_gluon, "launch", launch)
+    one_range = 192 if kind == "nvfp4" else 32768  # packed on a CPU
+    many = ((one_range, 192), 1024, 1), ((640, 8, 72), 4096, 1), ((1024,), 1024, 4)
+    for sizes, columns, groups in many:
+        weights = [matrix(n, columns) for n in sizes]
+        x = torch.randn(rows, groups * columns, device="cuda").bfloat16()
+        x[3, 5], x[4] = float("nan"), 0
+        found, wanted = (
+            [
+                torch.full((rows, n), 5e5, dtype=(torch.bfloat16, torch.float32)[i % 2]).cuda()
+                for i, n in enumerate(sizes)
+            ]
+            for _ in "ab"
+        )
+        linear_triton.launch(x, weights, wanted, num_groups=groups, parallel=False)
+        for _ in range(5):
+            linear_triton.launch(x, weights, found, num_groups=groups)
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a.nan_to_num(7e4), b.nan_to_num(7e4)), sizes
+                a.fill_(float("nan"))
+    assert used == [True] * 15
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 40, 300, 3000])
 def test_mxfp4_has_the_bits_of_nvfp4(tokens: int) -> None:
     from importlib import import_module

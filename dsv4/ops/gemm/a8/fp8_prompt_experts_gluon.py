@@ -1,11 +1,12 @@
 # mypy: ignore-errors
 """MXFP4 experts times a8 rows for prompts on sm_90, in Gluon: warps with different jobs.
 
-A program walks over tiles of 128 weight rows by up to 256 rows of an expert. One warp copies
-weights, rows and their scales into a ring of buffers. Two groups of four warps multiply 64 weight
-rows each; they wait only for buffers, never for each other, so one unpacks and adds while the other
-multiplies. The sums of 64 columns of 64 rows leave the tensor core while the next rows are in it.
-As many pieces of 64 rows are read as the expert has.
+A program walks over tiles of 128 weight rows by up to 256 rows of an expert, or, if experts have
+few rows, of 256 by 64. One warp copies weights, rows and their scales into a ring of buffers. Two
+or four groups of four warps multiply 64 weight rows each; they wait only for buffers, never for
+each other, so one unpacks and adds while another multiplies. The sums of 64 columns of 64 rows
+leave the tensor core while the next rows are in it. As many pieces of 64 rows are read as the
+expert has.
 
 Copies (TMA) write the ring through another path than loads read it. A load that was issued may
 still be waiting when the buffer's barrier is arrived at, and then finds the next step's numbers; so
@@ -33,11 +34,9 @@ from dsv4.ops.gemm.a8.fp8_product_triton import PAIRS, SWIGLU
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import joined, tma_load
 
 ROWS = 64  # input rows of one product
-PIECE, WIDTH, BLOCK = gl.constexpr(ROWS), gl.constexpr(128), gl.constexpr(4 * ROWS)
-PACKED = gl.constexpr(2 * 64 * (16 + 1) * 4)  # bytes of MXFP4 in 128 rows and columns
-PIECES, STAGES = gl.constexpr(4), gl.constexpr(4)  # of a tile at most, of the ring
-MOST_ROWS = 4 * ROWS  # of a tile
-WARPS, REGISTERS, COPY_REGISTERS = 4, 240, 24  # of a multiplying thread, of a copying one
+PIECE, WIDTH = gl.constexpr(ROWS), gl.constexpr(128)  # input rows of a product, columns of a step
+PACKED = gl.constexpr(64 * (16 + 1) * 4)  # bytes of MXFP4 in 64 rows and 128 columns
+WARPS, COPY_REGISTERS = 4, 24
 _LOW_SIZE = gl.constexpr("{ .reg .b32 s; and.b32 s, $1, 0x77777777; prmt.b32 $0, $2, $3, s; }")
 _HIGH_SIZE = gl.constexpr(
     "{ .reg .b32 s; and.b32 s, $1, 0x77777777; shr.u32 s, s, 16; prmt.b32 $0, $2, $3, s; }"
@@ -50,8 +49,25 @@ NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # tha
 activated = gluon.jit(swiglu.fn)
 
 
+class PieceTile(NamedTuple):
+    """Constants of a launch."""
+
+    pieces: int  # of ROWS input rows, at most
+    groups: int  # that multiply, each by 64 weight rows
+    stages: int
+    registers: int  # of a multiplying thread
+
+    @property
+    def rows(self) -> int:
+        return self.pieces * ROWS
+
+
+MANY, FEW = PieceTile(4, 2, 4, 240), PieceTile(1, 4, 5, 112)
+FEW_ROWS = 56  # of an expert, up to which tiles are few
+
+
 class ExpertBuffers(NamedTuple):
-    """A ring of STAGES: what is multiplied; which buffers are filled, which are free again."""
+    """A ring of stages: what is multiplied; which buffers are filled, which are free again."""
 
     rows: object  # by 64
     scales: object
@@ -81,52 +97,55 @@ def sums_layout():
 
 
 @gluon.jit
-def _work(item, job):
+def _work(item, job, T: gl.constexpr):
     """(expert, tile of weight rows, first input row, rows) of an item; expert -1: none."""
     n_tile = item % job.n_tiles
     m_tile = item // job.n_tiles
     expert = gl.load(job.groups.tile_expert + m_tile)
     row = gl.load(job.groups.tile_start + m_tile)
     end = gl.load(job.groups.tile_end + m_tile)
-    return expert, n_tile, row, gl.minimum(end - row, PIECES * PIECE)
+    return expert, n_tile, row, gl.minimum(end - row, T.pieces * PIECE)
 
 
 @gluon.jit
-def _copy_tile(descs, at, expert, n_tile, row, b, job, P: gl.constexpr):
+def _is_height(height, P: gl.constexpr):
+    """Whether P pieces are the fewest that hold `height` rows."""
+    return (height > (P - 1) * PIECE) & (height <= P * PIECE)
+
+
+@gluon.jit
+def _copy_tile(descs, at, expert, n_tile, row, b, job, P: gl.constexpr, T: gl.constexpr):
     """Copies begin at multiples of 16 bytes: of four copies of the scales, one does."""
     steps = job.steps
-    first = (expert * job.n_tiles + n_tile) * 2 * steps
+    GROUPS: gl.constexpr = T.groups
+    first = (expert * job.n_tiles + n_tile) * GROUPS * steps
     for step in range(0, steps):
-        slot = at % STAGES
+        slot = at % T.stages
         full = b.full.index(slot)
-        mbarrier.wait(b.empty.index(slot), (at // STAGES + 1) & 1)
-        mbarrier.expect(full, P * PIECE * WIDTH + BLOCK * 4 + PACKED)
+        mbarrier.wait(b.empty.index(slot), (at // T.stages + 1) & 1)
+        mbarrier.expect(full, P * PIECE * WIDTH + T.pieces * PIECE * 4 + GROUPS * PACKED)
         tma_load(descs[1], [(row & 3) * steps + step, row & -4], full, b.scales.index(slot))
-        for half in gl.static_range(2):
-            tile = first + half * steps + step
-            tma_load(descs[2], [tile * 4, 0], full, b.words.index(slot * 2 + half))
-            tma_load(descs[3], [tile, 0], full, b.shifts.index(slot * 2 + half))
+        for group in gl.static_range(GROUPS):
+            tile = first + group * steps + step
+            tma_load(descs[2], [tile * 4, 0], full, b.words.index(slot * GROUPS + group))
+            tma_load(descs[3], [tile, 0], full, b.shifts.index(slot * GROUPS + group))
         for i in gl.static_range(P):
             place = [row + i * PIECE, step * WIDTH]
-            tma_load(descs[0], place, full, b.rows.index(slot * PIECES + i))
+            tma_load(descs[0], place, full, b.rows.index(slot * T.pieces + i))
         at += 1
 
 
 @gluon.jit
-def _copy(descs, b, job):
+def _copy(descs, b, job, T: gl.constexpr):
     """The job of the copying warp."""
+    PIECES: gl.constexpr = T.pieces
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
-        expert, n_tile, row, height = _work(item, job)
+        expert, n_tile, row, height = _work(item, job, T)
         if expert >= 0:
-            if height <= PIECE:
-                _copy_tile(descs, at, expert, n_tile, row, b, job, 1)
-            elif height <= 2 * PIECE:
-                _copy_tile(descs, at, expert, n_tile, row, b, job, 2)
-            elif height <= 3 * PIECE:
-                _copy_tile(descs, at, expert, n_tile, row, b, job, 3)
-            else:
-                _copy_tile(descs, at, expert, n_tile, row, b, job, 4)
+            for i in gl.static_range(PIECES):
+                if _is_height(height, i + 1):
+                    _copy_tile(descs, at, expert, n_tile, row, b, job, i + 1, T)
             at += job.steps
 
 
@@ -188,37 +207,37 @@ def _operand(words, low, high):
 
 
 @gluon.jit
-def _scales(b, slot, PLACE: gl.constexpr):
-    scales = b.scales.index(slot).reshape([BLOCK]).slice(PLACE * PIECE, PIECE)
+def _scales(b, slot, PLACE: gl.constexpr, T: gl.constexpr):
+    scales = b.scales.index(slot).reshape([T.pieces * PIECE]).slice(PLACE * PIECE, PIECE)
     return scales.load(gl.SliceLayout(0, sums_layout()))
 
 
 @gluon.jit
-def _start(a, b, slot, PLACE: gl.constexpr):
+def _start(a, b, slot, PLACE: gl.constexpr, T: gl.constexpr):
     """The product of a step's weights and of its input rows number PLACE."""
-    x = b.rows.index(slot * PIECES + PLACE).permute((1, 0))
+    x = b.rows.index(slot * T.pieces + PLACE).permute((1, 0))
     zero = gl.zeros([64, PIECE], gl.float32, sums_layout())
     return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _sums(half, at, b, job, P: gl.constexpr):
-    """fp32 `[64, 64]` per piece; `half`: which 64 weight rows."""
+def _sums(group, at, b, job, P: gl.constexpr, T: gl.constexpr):
+    """fp32 `[64, 64]` per piece."""
     sums = ()
     for _ in gl.static_range(P):
         sums = joined(sums, gl.zeros([64, PIECE], gl.float32, sums_layout()))
     for _ in range(0, job.steps):
-        slot = at % STAGES
-        mbarrier.wait(b.full.index(slot), at // STAGES & 1)
-        words, low, high = _unpack(b, slot * 2 + half)
+        slot = at % T.stages
+        mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+        words, low, high = _unpack(b, slot * T.groups + group)
         a = _operand(words, low, high)
-        product = _start(a, b, slot, 0)
+        product = _start(a, b, slot, 0, T)
         added = ()
         for i in gl.static_range(P):
-            row_scale = _scales(b, slot, i)
+            row_scale = _scales(b, slot, i, T)
             part = warpgroup_mma_wait(0, deps=(product,))
             if i + 1 < P:
-                product = _start(a, b, slot, i + 1)
+                product = _start(a, b, slot, i + 1, T)
             added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
         sums = added
         fence_async_shared()
@@ -261,10 +280,10 @@ def _store_swiglu(sums, factor, n_row, row, height, job, P: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_tile(half, at, expert, n_tile, row, height, b, job, P: gl.constexpr,
-                   END: gl.constexpr):  # fmt: skip
-    n_row = n_tile * WIDTH + half * 64
-    sums = _sums(half, at, b, job, P)
+def _multiply_tile(group, at, expert, n_tile, row, height, b, job, P: gl.constexpr,
+                   END: gl.constexpr, T: gl.constexpr):  # fmt: skip
+    n_row = (n_tile * T.groups + group) * 64
+    sums = _sums(group, at, b, job, P, T)
     if END == 1:
         _store_swiglu(sums, gl.load(job.factors + expert), n_row, row, height, job, P)
     else:
@@ -272,69 +291,82 @@ def _multiply_tile(half, at, expert, n_tile, row, height, b, job, P: gl.constexp
 
 
 @gluon.jit
-def _multiply(half, b, job, END: gl.constexpr):
+def _multiply(group, b, job, END: gl.constexpr, T: gl.constexpr):
     """The job of a multiplying warpgroup."""
+    PIECES: gl.constexpr = T.pieces
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
-        expert, n_tile, row, height = _work(item, job)
+        expert, n_tile, row, height = _work(item, job, T)
         if expert >= 0:
-            if height <= PIECE:
-                _multiply_tile(half, at, expert, n_tile, row, height, b, job, 1, END)
-            elif height <= 2 * PIECE:
-                _multiply_tile(half, at, expert, n_tile, row, height, b, job, 2, END)
-            elif height <= 3 * PIECE:
-                _multiply_tile(half, at, expert, n_tile, row, height, b, job, 3, END)
-            else:
-                _multiply_tile(half, at, expert, n_tile, row, height, b, job, 4, END)
+            for i in gl.static_range(PIECES):
+                if _is_height(height, i + 1):
+                    _multiply_tile(
+                        group, at, expert, n_tile, row, height, b, job, i + 1, END, T
+                    )  # fmt: skip
             at += job.steps
 
 
-@gluon.jit(do_not_specialize=["num_rows", "n_tiles", "items", "steps", "per_range"])
+@gluon.jit(do_not_specialize=["n_tiles", "items", "steps"])
 def _a8_prompt_experts_kernel(
-    x_desc, scale_desc, w_desc, shift_desc, scale, factors, out, groups, token_weights, num_rows,
-    size, n_tiles, items, steps, per_range, limit, END: gl.constexpr,
-    NUM_REGISTERS: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
+    x_desc, scale_desc, w_desc, shift_desc, factors, out, groups, token_weights, size, n_tiles,
+    items, steps, limit, END: gl.constexpr, T: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    # `scale`, `num_rows` and `per_range` are not used: the machine code is the one that was timed
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = T.stages
+    GROUPS: gl.constexpr = T.groups
+    PIECES: gl.constexpr = T.pieces
     b = ExpertBuffers(
         gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PIECES, 64, 128], SHARED),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], FLAT),
-        gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 256], FLAT),
-        gl.allocate_shared_memory(gl.int32, [2 * STAGES, 1, 64], FLAT),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, PIECES * PIECE], FLAT),
+        gl.allocate_shared_memory(gl.int32, [GROUPS * STAGES, 4, 256], FLAT),
+        gl.allocate_shared_memory(gl.int32, [GROUPS * STAGES, 1, 64], FLAT),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
     for i in gl.static_range(STAGES):
         mbarrier.init(b.full.index(i), count=1)
-        mbarrier.init(b.empty.index(i), count=2)
+        mbarrier.init(b.empty.index(i), count=GROUPS)
     job = ExpertJob(factors, out, groups, token_weights, size, n_tiles, items, steps, limit)
-    gl.warp_specialize(
-        [
-            (_multiply, (0, b, job, END)),
-            (_multiply, (1, b, job, END)),
-            (_copy, ((x_desc, scale_desc, w_desc, shift_desc), b, job)),
-        ],
-        [4, 1],
-        [NUM_REGISTERS, NUM_COPY_REGISTERS],
-    )
+    descs = (x_desc, scale_desc, w_desc, shift_desc)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, b, job, END, T)), (_multiply, (1, b, job, END, T)),
+                (_copy, (descs, b, job, T)),
+            ],
+            [4, 1], [T.registers, NUM_COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, b, job, END, T)), (_multiply, (1, b, job, END, T)),
+                (_multiply, (2, b, job, END, T)), (_multiply, (3, b, job, END, T)),
+                (_copy, (descs, b, job, T)),
+            ],
+            [4, 4, 4, 1], [T.registers, T.registers, T.registers, NUM_COPY_REGISTERS],
+        )  # fmt: skip
 
 
-def multiply_experts(rows, weight, out, grouped, *, weights=None, limit=0.0) -> None:
+def choose_tile(num_pairs: int, *weights) -> PieceTile:
+    """By the rows of an expert under even routing."""
+    whole = all(weight.shape[-2] % 256 == 0 for weight in weights)
+    return FEW if whole and num_pairs <= FEW_ROWS * weights[0].shape[0] else MANY
+
+
+def multiply_experts(rows, weight, out, grouped, tile, *, weights=None, limit=0.0) -> None:
     """Like that of fp8_product_triton.py; `rows` has a row per sorted pair and four copies of its
-    scales, `grouped` tiles of MOST_ROWS; the sides of `weight` are multiples of 128."""
+    scales, `grouped` tiles of `tile.rows`; the sides of `weight` are multiples of 128."""
     shared, flat = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
-    n_tiles = weight.shape[-2] // 128
+    n_tiles = weight.shape[-2] // (64 * tile.groups)
     items = grouped.num_tiles * n_tiles
     _a8_prompt_experts_kernel[(min(describe(out.device).multiprocessors, items),)](
         TensorDescriptor.from_tensor(rows.codes, [ROWS, 128], shared),
-        TensorDescriptor.from_tensor(rows.scales, [1, 4 * ROWS], flat),
+        TensorDescriptor.from_tensor(rows.scales, [1, tile.rows], flat),
         TensorDescriptor.from_tensor(weight.words.view(-1, 256), [4, 256], flat),
         TensorDescriptor.from_tensor(weight.shifts.view(-1, 64), [1, 64], flat),
-        weight.factor, weight.factor, out, grouped.groups, out if weights is None else weights,
-        rows.num_rows, out.shape[1], n_tiles, items, rows.num_steps, rows.num_steps, limit,
-        END=PAIRS if weights is None else SWIGLU, NUM_REGISTERS=REGISTERS,
+        weight.factor, out, grouped.groups, out if weights is None else weights, out.shape[1],
+        n_tiles, items, rows.num_steps, limit, END=PAIRS if weights is None else SWIGLU, T=tile,
         NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""bf16 products of prompts on sm_90, in Gluon: up to six matrices that read the same rows.
+"""Products of prompts with weights in bf16, expanded or stored, on sm_90, in Gluon: up to six
+matrices that read the same rows.
 
 A program walks over tiles of 192 input rows by 128 weight rows. One warp copies both into a ring of
 buffers, 64 columns at a time; three groups of four warps multiply 64 input rows each. K's ranges
@@ -51,11 +52,14 @@ class Buffers(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is multiplied; of each matrix its first tile, and ranges of K and stages in each."""
+    """What is multiplied; of each matrix its first tile, ranges of K and stages in each, its size,
+    and how many of its rows share a factor."""
 
     firsts: object
     ranges: object
     per_range: object
+    sizes: object
+    part_rows: object
     n_tiles: int
     m_tiles: int
     items: int
@@ -145,7 +149,15 @@ def _store(value, row, column, out, group, b, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(group, outs, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
+def _scaled(total, factors, tile, size, part_rows):
+    """Times the global scales of NVFP4 weights, which are expanded 128 times too small."""
+    column = tile * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, sums_layout(WIDTH)))
+    factor = gl.load(factors + gl.minimum(column, size - 1) // part_rows) * 128.0
+    return total * gl.expand_dims(factor, 0)
+
+
+@gluon.jit
+def _multiply(group, outs, factors, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
     """The job of a multiplying warpgroup."""
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
@@ -159,15 +171,19 @@ def _multiply(group, outs, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
             tile = n_tile - job.firsts[i]
             if (tile >= 0) & (n_tile < job.firsts[i + 1]):
                 row = (m_tile * GROUPS + group) * ROWS
-                _store(total, row, tile * WIDTH, outs[i], group, b, 0)
+                value = total
+                if len(factors) > 0:
+                    value = _scaled(total, factors[i], tile, job.sizes[i], job.part_rows[i])
+                _store(value, row, tile * WIDTH, outs[i], group, b, 0)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["m_tiles", "stages", "group_tiles"])
 def _prompt_kernel(
-    x_desc, w0, w1, w2, w3, w4, w5, out0, out1, out2, out3, out4, out5, firsts, ranges, per_range,
-    m_tiles, stages, group_tiles, NUM: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr,
-    NUM_REGISTERS: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
+    x_desc, w0, w1, w2, w3, w4, w5, out0, out1, out2, out3, out4, out5, factors, firsts, ranges,
+    per_range, sizes, part_rows, m_tiles, stages, group_tiles, NUM: gl.constexpr,
+    BAND: gl.constexpr, STAGES: gl.constexpr, NUM_REGISTERS: gl.constexpr,
+    NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -189,26 +205,39 @@ def _prompt_kernel(
         matrices = joined(matrices, every[i][0])
         outs = joined(outs, every[i][1])
     n_tiles = firsts[NUM]
-    job = Job(firsts, ranges, per_range, n_tiles, m_tiles, n_tiles * m_tiles, stages, group_tiles)
+    job = Job(
+        firsts, ranges, per_range, sizes, part_rows, n_tiles, m_tiles, n_tiles * m_tiles, stages,
+        group_tiles,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply, (0, outs, b, job, BAND, STAGES)),
-            (_multiply, (1, outs, b, job, BAND, STAGES)),
-            (_multiply, (2, outs, b, job, BAND, STAGES)),
+            (_multiply, (0, outs, factors, b, job, BAND, STAGES)),
+            (_multiply, (1, outs, factors, b, job, BAND, STAGES)),
+            (_multiply, (2, outs, factors, b, job, BAND, STAGES)),
             (_copy, (x_desc, matrices, b, job, BAND, STAGES)),
         ],
         [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
     )  # fmt: skip
 
 
-def launch(x, data, weights, outs, splits, num_groups) -> bool:
-    """`y_i = x . W_i^T` for `weights` whose values are bf16 `data`; `splits`: ranges of K and steps
-    of 128 columns in each. False if copies cannot read them: rows must begin at multiples of 16
-    bytes."""
-    matrices = [values.view(w.shape) for values, w in zip(data, weights, strict=True)]
-    if weights[0].shape[1] % 128 or not all(map(_fits, (x, *matrices, *outs))):
+class PromptMatrix(NamedTuple):
+    values: object  # bf16 rows
+    out: object
+    split: tuple[int, int]  # ranges of K, steps of 128 columns in each
+    factor: object  # None: values are as they are
+
+
+def launch(x, data, outs, splits, factors, num_groups) -> bool:
+    """`y_i = x . W_i^T` with `linear_triton`'s ranges of K; `data`: values in bf16, those of NVFP4
+    without the global scales, their `factors`. False if copies cannot read them: rows must begin
+    at multiples of 16 bytes."""
+    columns = x.shape[1] // num_groups
+    if columns % 128:
         return False
-    found = sorted(zip(matrices, outs, splits, strict=True), key=_dtype)
+    matrices = [values.view(-1, columns) for values in data]
+    if not all(map(_fits, (x, *matrices, *outs))):
+        return False
+    found = sorted(map(PromptMatrix, matrices, outs, splits, factors), key=_dtype)
     for _, same in groupby(found, key=_dtype):
         part = list(same)
         for start in range(0, len(part), MOST_MATRICES):
@@ -217,7 +246,7 @@ def launch(x, data, weights, outs, splits, num_groups) -> bool:
 
 
 def _dtype(matrix) -> str:
-    return str(matrix[1].dtype)
+    return str(matrix.out.dtype)
 
 
 def _fits(rows) -> bool:
@@ -226,24 +255,27 @@ def _fits(rows) -> bool:
 
 def _launch(x, matrices, num_groups) -> None:
     shared = gl.NVMMASharedLayout(128, 16, 2)
-    size = matrices[0][1].element_size()
+    size = matrices[0].out.element_size()
     results = gl.NVMMASharedLayout(COPY_BYTES, 8 * size, 2)
-    columns = matrices[0][0].shape[1]
     padded = [*matrices, *[matrices[0]] * (MOST_MATRICES - len(matrices))]
     block, chunk = [int(ROWS), int(COLUMNS)], [int(ROWS), COPY_BYTES // size]
     weights = [
-        TensorDescriptor.from_tensor(w, [int(WIDTH), int(COLUMNS)], shared) for w, *_ in padded
+        TensorDescriptor.from_tensor(m.values, [int(WIDTH), int(COLUMNS)], shared) for m in padded
     ]
-    outs = [TensorDescriptor.from_tensor(out, chunk, results) for _, out, _ in padded]
-    tiles = [triton.cdiv(w.shape[0], int(WIDTH)) for w, *_ in matrices]
+    outs = [TensorDescriptor.from_tensor(m.out, chunk, results) for m in padded]
+    sizes = tuple(m.out.shape[1] for m in matrices)
+    tiles = [triton.cdiv(n, int(WIDTH)) for n in sizes]
+    scaled = matrices[0].factor is not None
+    factors = tuple(m.factor for m in matrices) if scaled else ()
+    part_rows = tuple(n // f.shape[-1] for n, f in zip(sizes, factors, strict=False))
     m_tiles = triton.cdiv(x.shape[0], int(ROWS) * int(GROUPS))
     programs = min(describe(x.device).multiprocessors, m_tiles * sum(tiles))
-    per_stage = 128 // int(COLUMNS)
+    per_step, columns = 128 // int(COLUMNS), matrices[0].values.shape[1]
     _prompt_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, block, shared), *weights, *outs,
-        (0, *accumulate(tiles)), tuple(count for *_, (count, _) in matrices),
-        tuple(steps * per_stage for *_, (_, steps) in matrices), m_tiles,
-        triton.cdiv(columns, int(COLUMNS)), sum(tiles) // num_groups, NUM=len(matrices),
+        TensorDescriptor.from_tensor(x, block, shared), *weights, *outs, factors,
+        (0, *accumulate(tiles)), tuple(m.split[0] for m in matrices),
+        tuple(m.split[1] * per_step for m in matrices), sizes, part_rows, m_tiles,
+        columns // int(COLUMNS), sum(tiles) // num_groups, NUM=len(matrices),
         BAND=GROUPED_BAND if num_groups > 1 else BAND, STAGES=STAGES, NUM_REGISTERS=REGISTERS,
         NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=4,
     )  # fmt: skip
