@@ -296,13 +296,30 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
     assert all(drafts in given[0] for drafts in given[2])
 
 
-def test_dspark_drafts_after_a_token_drawn_from_nan() -> None:
-    """That token is -1, and on a GPU a row before a table's first would end every request."""
-    block = shared_engine("dspark")._runner.drafter.block  # type: ignore[union-attr]
-    base, hidden = torch.randn(2, VOCABULARY), torch.randn(2, 1, block.model.config.hidden_size)
-    logits, _ = block.after(base, hidden[:, 0], torch.tensor([-1, 5]))
-    right, _ = block.after(base, hidden[:, 0], torch.tensor([0, 5]))
-    assert torch.equal(logits, right)
+@pytest.mark.parametrize(
+    ("kind", "drawn"), [("mtp", -1), ("dspark", -1), ("dspark", VOCABULARY), ("dspark", 2**40)]
+)
+def test_draft_blocks_read_no_row_that_a_table_lacks(
+    kind: str, drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token drawn from NaN is -1. While a warm-up only compiles kernels, any number is found in
+    its place: MTP's rows are read by kernels, DSpark's by torch. On a GPU a row beyond a table ends
+    every request."""
+    runner = shared_engine(kind)._runner
+    drafter = runner.drafter
+    assert drafter is not None
+
+    def draw(logits: torch.Tensor, by: SampleInputs) -> torch.Tensor:
+        return torch.full((len(logits),), drawn)
+
+    monkeypatch.setattr(drafter, "_draw", draw)
+    follows = runner.buffers.verify.follows  # type: ignore[union-attr]
+    before = follows.clone()
+    follows[2].fill_(-1)
+    with runner.ops.active(), torch.inference_mode():
+        drafter.tokens(drafter.shape(2, 3))
+    follows.copy_(before)
+    assert drafter.drafts[0, 1] == drawn
 
 
 @pytest.mark.parametrize("together", [False, True])

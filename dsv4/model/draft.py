@@ -169,8 +169,9 @@ class DSpark:
 
     def after(self, base: Tensor, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """One row per sequence and the token before it -> logits, and the chance that a token
-        drawn from them is right (1 if unknown). A token of -1 was drawn from NaN."""
-        embedded = self.markov_in.index_select(0, token_ids.clamp(min=0))
+        drawn from them is right (1 if unknown). A token of -1 was drawn from NaN; while kernels are
+        only compiled, tokens are whatever memory held."""
+        embedded = self.markov_in.index_select(0, token_ids.clamp(0, len(self.markov_in) - 1))
         logits = base + linear(embedded, self.markov_out, torch.float32)
         if self.confidence is None:
             return logits, torch.ones_like(logits[:, 0])
