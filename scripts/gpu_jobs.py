@@ -13,6 +13,12 @@ PART_LIMIT_S = 560.0  # a part must fit in ten minutes, with its start
 KERNELS = "tests/ops/kernels"
 SIZES = ["--shape", "flash"]
 TRIAL = ["--shape", "trial", "--layers", "3", "--device", "cpu"]
+WEIGHTS = {  # what takes long is compiled by processes of its own
+    "prompts": "matrices_of_prompts",
+    "mxfp4": "mxfp4_has",
+    "placed": "placed or whole_layer",
+    "streams": "repeats or choose_themselves or stored or grouped_fp8",
+}
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,12 @@ def stages_of(part: str, place: Place) -> list[list[Job]]:
 
 
 def tests(_: Place) -> list[list[Job]]:
-    state = f"{KERNELS}/test_state_gpu.py"
+    state, weights = f"{KERNELS}/test_state_gpu.py", f"{KERNELS}/test_weight_gpu.py"
     several = "not test_cases and not model_sizes"
+    named = {**WEIGHTS, "other weights": f"not ({' or '.join(WEIGHTS.values())})"}
     return [[
         pytest_job("graphs", 420, "tests/runner/test_graphs_gpu.py"),
-        pytest_job("weights", 420, f"{KERNELS}/test_weight_gpu.py"),
+        *(pytest_job(label, 420, weights, "-k", named[label]) for label in named),
         pytest_job("state cases", 420, state, "-k", "test_cases"),
         pytest_job("state sizes", 420, state, "-k", "model_sizes"),
         pytest_job("state bits", 420, state, "-k", several),

@@ -246,14 +246,14 @@ def compiled_table() -> str:
 
 def expected_speed() -> str:
     decode, step = decode_result()
-    prefill, prompt = newest("prefill", context=8192, layers=36)
+    prefill, prompt = newest("prefill", context=8192, weights="nvfp4")
     slow, fast = sorted(measured_host_experts())
     return (
         f"- {step['layers']} of {step['full_layers']} layers take {step['ms']:.2f} ms a token at "
         f"4,096 tokens of context ([record](../{record_path(decode)})): {step['full_ms']:.1f} ms, "
         f"{step['tokens_per_s']:.0f} tokens/s, when scaled to all layers.\n"
-        f"- A prompt of 8,192 tokens takes {prompt['full_ms'] / 1000:.2f} s by the same scaling "
-        f"([record](../{record_path(prefill)})).\n"
+        f"- A prompt of 8,192 tokens takes {prompt['full_ms'] / 1000:.2f} s, scaled from "
+        f"{prompt['layers']} layers ([record](../{record_path(prefill)})).\n"
         f"- All layers, with 11 % of the experts in host memory: {slow:.0f} to {fast:.0f} tokens/s "
         f"at 16,384 tokens of context ([record](../{record_path(HOST_EXPERTS)}))."
     )
