@@ -1,5 +1,6 @@
 """The weight kernels on a GPU: every case, and rows that do not depend on their batch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,19 @@ pytestmark = [
 ]
 
 
+def ahead(run: Callable[[], object]) -> None:
+    """Compile what `run` launches on all cores; its results mean nothing."""
+    from dsv4.tools.speed.steps import compile_ahead
+
+    compile_ahead(run, torch.device("cuda"))
+
+
 def test_kernels_match_references() -> None:
     from tests.ops.kernels import inputs
 
-    num_run = 0
-    for name, arguments, op, tolerance in inputs.gpu_cases():
+    num_run, cases = 0, list(inputs.gpu_cases())
+    ahead(lambda: [op.kernels[0].run(arguments) for _, arguments, op, _ in cases])
+    for name, arguments, op, tolerance in cases:
         found, wanted = op.kernels[0].run(arguments), op.reference(**arguments)
         for a, b in zip(inputs.results(found), inputs.results(wanted), strict=True):
             assert inputs.relative_error(a, b) <= tolerance, name
@@ -31,6 +40,7 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     """1 to 8192 rows: the variants for few rows against the one for many, bit for bit."""
     from tests.ops.kernels import inputs
 
+    ahead(lambda: list(inputs.row_invariance()))
     wrong = [name for name, same in inputs.row_invariance() if not same]
     assert not wrong
 
@@ -111,7 +121,8 @@ def test_mxfp4_has_the_bits_of_nvfp4(tokens: int) -> None:
     from tests.ops.kernels import inputs
 
     kernel = import_module("dsv4.ops.moe.experts_triton")
-    made = inputs.mx_and_nvfp4_experts(tokens, 1152, 1024, 8, 3, "cuda")
+    made = list(inputs.mx_and_nvfp4_experts(tokens, 1152, 1024, 8, 3, "cuda"))
+    ahead(lambda: [kernel.run(**arguments) for arguments in made])
     found, wanted = (kernel.run(**arguments) for arguments in made)
     assert torch.equal(found, wanted)
 
