@@ -1,5 +1,8 @@
 """Every case of every op: it runs, repeats, keeps its hands off, and rows stand alone."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -225,9 +228,13 @@ def test_a_row_does_not_depend_on_the_others(name: str, case: Case) -> None:
             assert same_bits(all_rows[chosen], some), f"{count} of {rows} rows"
 
 
+ORDERS = {"by rows": lambda weight: weight, "by columns": lambda weight: weight.mT.contiguous().mT}
+
+
 @pytest.mark.skipif(not HAS_MKL, reason="about MKL's threads")
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_products_do_not_depend_on_threads(threads: int) -> None:
+def test_products_do_not_depend_on_threads(threads: int, order: str) -> None:
     """One tile beside several. MKL divides long sums of a lone tile between threads, and gives
     them blocks of columns, of which the last one may be narrow: sizes where it showed."""
     before = torch.get_num_threads()
@@ -237,6 +244,7 @@ def test_products_do_not_depend_on_threads(threads: int) -> None:
     try:
         for k, n in (*long, *narrow):
             x, weight = (torch.randn(m, k, generator=generator) for m in (17, n))
+            weight = ORDERS[order](weight)
             torch.set_num_threads(1)
             wanted = matmul_rows(x, weight)
             torch.set_num_threads(threads)
@@ -246,16 +254,29 @@ def test_products_do_not_depend_on_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("k", [31, 64, 512] if HAS_MKL else [64, 256])
-def test_columns_do_not_depend_on_the_others(k: int) -> None:
+def test_columns_do_not_depend_on_the_others(k: int, order: str) -> None:
     """Ranks hold slices of a matrix, which may be narrow; with MKL any slice will do."""
     generator = torch.Generator().manual_seed(3)
     x, weight = (torch.randn(m, k, generator=generator) for m in (9, 96))
+    weight = ORDERS[order](weight)
     wanted = matmul_rows(x, weight)
     for width in (8, 12, 24, 32, *((1, 4, 6) if HAS_MKL else ())):
         for first in range(0, 96, width):
             own = slice(first, first + width)
             assert same_bits(matmul_rows(x, weight[own]), wanted[:, own]), own
+
+
+@pytest.mark.skipif(not HAS_MKL, reason="about MKL's instructions")
+def test_bits_are_kept_without_avx512() -> None:
+    """MKL takes other ways there; on Intel's CPUs rows then depended on their batch."""
+    which = "rows or columns or threads or (depend_on_the_others and (linear or mhc_head))"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", which],
+        env={**os.environ, "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+        check=True,
+    )
 
 
 def stretched(name: str, arguments: Arguments) -> Arguments:

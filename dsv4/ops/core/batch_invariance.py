@@ -5,12 +5,18 @@ exactly ROW_TILE rows at a time, the last tile padded with zeros; many tiles are
 of equal parts. Few columns, in a narrow matrix or behind the blocks of 16 that threads share, are
 summed in another order too. So they are padded to a multiple of COLUMN_TILE, and no column's bits
 depend on the others (ranks hold slices of a matrix). MKL with several threads divides the sum of a
-lone tile, unless it is short or a multiple of K_TILE long; so it is padded too. All this depends on
-the CPU: tests/ops/test_references.py shows it.
+lone tile, unless it is short or a multiple of K_TILE long; so it is padded too. Rows one after the
+other are summed in another order than columns one after the other, so a padded matrix keeps its
+own. All this depends on the CPU: tests/ops/test_references.py shows it. On Intel's, MKL has a mode
+that keeps bits with any number of threads and any size of blocks (MKL_CBWR). It is read at the
+first product of a process, so this file must be imported before that.
 
 torch's sigmoid, silu, softplus and softmax round the last few elements of a tensor differently from
 the others; exp and log1p do not. So the former are built from the latter here.
 """
+
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +25,18 @@ from torch.nn.functional import linear, pad
 ROW_TILE = 8
 COLUMN_TILE = 16
 K_TILE = 256
+
+
+def is_intel() -> bool:
+    found = Path("/proc/cpuinfo")
+    if not found.exists():  # not Linux
+        return False
+    with found.open(encoding="utf-8", errors="replace") as file:
+        return "GenuineIntel" in file.read(1000)
+
+
+if is_intel():
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -34,7 +52,11 @@ def padding(n: int, k: int) -> tuple[int, int, int, int]:
 
 def pad_matrix(weight: Tensor) -> Tensor:
     missing = padding(*weight.shape)
-    return pad(weight, missing) if any(missing) else weight
+    if not any(missing):
+        return weight
+    if weight.stride(0) == 1:
+        return pad(weight.mT, missing[2:] + missing[:2]).mT
+    return pad(weight, missing)
 
 
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
