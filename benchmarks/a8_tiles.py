@@ -1,13 +1,13 @@
 # ruff: noqa: T201 - a script that prints
 """Time tiles of the kernels for FP8 prompts on sm_90; compare bits with the plain kernel.
 
-    python benchmarks/a8_tiles.py [--tokens 8192] [--record FILE]
+    python benchmarks/a8_tiles.py [--tokens 8192,4096,2048] [--only experts] [--record FILE]
 
 A line each: small matrices whose sides are no whole tiles, V4-Flash's wq_b, wo_b and the shared
 expert's first matrix with several tiles; experts up and down, few and all. `different`: how many
-numbers are not the plain kernel's. What should be used is a constant of
-`dsv4/ops/gemm/a8/fp8_prompt_gluon.py`. Every 128 columns of a row have a scale of their own, so
-that what is read too late or too early changes bits.
+numbers are not the plain kernel's. What should be used are constants of `fp8_prompt_gluon.py` and
+`fp8_prompt_experts_gluon.py` in `dsv4/ops/gemm/a8`. Every 128 columns of a row have a scale of
+their own, so that what is read too late or too early changes bits.
 """
 
 import argparse
@@ -49,6 +49,10 @@ WHOLE = (
 SPLIT = (
     RANGES, RANGES._replace(band=32), PromptTile(128, 1, 6, True, 16, 2),
     PromptTile(128, 1, 6, False, 32, 2),
+)  # fmt: skip
+EXPERT_TILES = (
+    prompt_experts.MANY, prompt_experts.MANY._replace(flight=1), prompt_experts.FEW,
+    prompt_experts.FEW._replace(stages=4),
 )  # fmt: skip
 
 
@@ -115,14 +119,20 @@ def experts(tokens: int, count: int, device: str) -> Iterator[dict[str, Any]]:
         rows = random_given(tokens, 128, k, 1, device)[0]
         rows = gather_rows(rows, grouped.groups, CHOSEN, "bench_pairs")
         plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
-        grouped = group_by_expert(chosen, count, prompt_experts.MOST_ROWS)
-        run = partial(prompt_experts.multiply_experts, rows, weight, found, grouped, **more)
-        yield timed({"what": name, "tokens": tokens}, run, found, wanted)
+        used = prompt_experts.choose_tile(chosen.numel(), weight)
+        for tile in EXPERT_TILES:
+            grouped = group_by_expert(chosen, count, tile.rows)
+            run = partial(
+                prompt_experts.multiply_experts, rows, weight, found, grouped, tile, **more
+            )
+            row = {"what": name, "tokens": tokens, "used": tile is used} | tile._asdict()
+            yield timed(row, run, found, wanted)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", default="8192", help="of a prompt, with commas")
+    parser.add_argument("--only", choices=["matrices", "experts"])
     parser.add_argument("--record", type=Path)
     return parser
 
@@ -132,11 +142,14 @@ def main() -> None:
     options = make_parser().parse_args()
     torch.manual_seed(5)
     lines: list[dict[str, Any]] = [{"run": run_facts()}]
-    for part in (
-        matrices(options.tokens, "cuda"),
-        experts(150, NUM_FEW, "cuda"),
-        experts(options.tokens, NUM_EXPERTS, "cuda"),
-    ):
+    prompts = [int(count) for count in options.tokens.split(",")]
+    parts = []
+    if options.only != "experts":
+        parts += [matrices(count, "cuda") for count in prompts]
+    if options.only != "matrices":
+        parts.append(experts(150, NUM_FEW, "cuda"))
+        parts += [experts(count, NUM_EXPERTS, "cuda") for count in prompts]
+    for part in parts:
         for row in part:
             lines.append(row)
             print(json.dumps(row), flush=True)
