@@ -43,9 +43,7 @@ EXPERTS = (("experts up", 4096, 4096, 2048), ("experts down", 4096, 2048, 4096))
 FEW_EXPERTS = (("few experts up", 512, 1024, 256), ("few experts down", 256, 512, 256))
 NUM_EXPERTS, NUM_FEW, CHOSEN = 256, 24, 6
 # for matrices with one range of K, and with several
-WHOLE = (
-    MATRIX, MATRIX._replace(band=16), MATRIX._replace(groups=2), RANGES._replace(flight=1), RANGES
-)  # fmt: skip
+WHOLE = (MATRIX, MATRIX._replace(piece=64, flight=2, registers=True), RANGES)
 SPLIT = (
     RANGES, RANGES._replace(band=32), PromptTile(128, 1, 6, True, 16, 2),
     PromptTile(128, 1, 6, False, 32, 2),
