@@ -49,8 +49,7 @@ SPLIT = (
     PromptTile(128, 1, 6, False, 32, 2),
 )  # fmt: skip
 EXPERT_TILES = (
-    prompt_experts.MANY, prompt_experts.MANY._replace(flight=1), prompt_experts.FEW,
-    prompt_experts.FEW._replace(stages=4),
+    prompt_experts.MANY, prompt_experts.FEW, prompt_experts.FEW._replace(stages=4)
 )  # fmt: skip
 
 

@@ -154,20 +154,6 @@ def _row_maximum(scores, room, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(sums, factor):
-    return gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [sums, factor], gl.float32, False, 1
-    )
-
-
-@gluon.jit
-def _apart(window):
-    """Never happens; the compiler does not mix instructions before and after it."""
-    if window < 0:
-        fence_async_shared()
-
-
-@gluon.jit
 def _multiply(weights, tile, zero, PIECE: gl.constexpr):
     values = tile.slice(PIECE * CHANNELS, CHANNELS, dim=1)
     return warpgroup_mma(weights, values, zero, use_acc=False, is_async=True)
@@ -265,7 +251,6 @@ def _prefill_kernel(
             part = warpgroup_mma(shares, ones, no_total, use_acc=False, is_async=True)
             o0 = _multiply(shares, tile, zero, 0)
             o1 = _multiply(shares, tile, zero, 1)
-            _apart(window)
             part = warpgroup_mma_wait(2, deps=(part,))
             part = gl.convert_layout(gl.max(part, axis=1), HEAD)  # all equal
             top = gl.convert_layout(top, HEAD)
@@ -276,21 +261,16 @@ def _prefill_kernel(
             best = new_best
             old = gl.expand_dims(old_share, 1)
             new = gl.expand_dims(new_share, 1) + zero
-            s0 = _scaled(s0, old)
-            s1 = _scaled(s1, old)
-            s2 = _scaled(s2, old)
-            s3 = _scaled(s3, old)
-            _apart(window)
             o0 = warpgroup_mma_wait(1, deps=(o0,))
-            s0 = gl.fma(o0, new, s0)
+            s0 = gl.fma(o0, new, s0 * old)
             o2 = _multiply(shares, tile, zero, 2)
             o1 = warpgroup_mma_wait(1, deps=(o1,))
-            s1 = gl.fma(o1, new, s1)
+            s1 = gl.fma(o1, new, s1 * old)
             o3 = _multiply(shares, tile, zero, 3)
             o2 = warpgroup_mma_wait(1, deps=(o2,))
-            s2 = gl.fma(o2, new, s2)
+            s2 = gl.fma(o2, new, s2 * old)
             o3 = warpgroup_mma_wait(0, deps=(o3,))
-            s3 = gl.fma(o3, new, s3)
+            s3 = gl.fma(o3, new, s3 * old)
             now = 1 - now
         now = 1 - now  # the other buffer has the next query's tile
         _copy_first(

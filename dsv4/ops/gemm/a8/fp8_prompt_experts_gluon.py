@@ -4,9 +4,9 @@
 A program walks over tiles of 128 weight rows by up to 256 rows of an expert, or, if experts have
 few rows, of 256 by 64. One warp copies weights, rows and their scales into a ring of buffers. Two
 or four groups of four warps multiply 64 weight rows each; they wait only for buffers, never for
-each other, so one unpacks and adds while another multiplies. A group's next product is in the
-tensor core while the sums of 128 columns of 64 rows are added, and the next step's weights are
-unpacked beside a step's last product. As many pieces of 64 rows are read as the expert has.
+each other, so one unpacks and adds while another multiplies. The sums of 64 columns of 64 rows
+leave the tensor core while the next rows are in it. As many pieces of 64 rows are read as the
+expert has.
 
 Copies (TMA) write the ring through another path than loads read it. A load that was issued may
 still be waiting when the buffer's barrier is arrived at, and then finds the next step's numbers; so
@@ -31,14 +31,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.helpers_device import swiglu
 from dsv4.ops.gemm.a8.fp8_product_triton import PAIRS, SWIGLU
-from dsv4.ops.gemm.a8.fp8_prompt_gluon import ADD, joined, outstanding, sums_layout, tma_load
-from dsv4.ops.gemm.a8.unpack_mxfp4_device import operand, signed, sizes
+from dsv4.ops.gemm.a8.fp8_prompt_gluon import joined, tma_load
 
 ROWS = 64  # input rows of one product
 PIECE, WIDTH = gl.constexpr(ROWS), gl.constexpr(128)  # input rows of a product, columns of a step
-SUMS = gl.constexpr(sums_layout(ROWS))
 PACKED = gl.constexpr(64 * (16 + 1) * 4)  # bytes of MXFP4 in 64 rows and 128 columns
 WARPS, COPY_REGISTERS = 4, 24
+_LOW_SIZE = gl.constexpr("{ .reg .b32 s; and.b32 s, $1, 0x77777777; prmt.b32 $0, $2, $3, s; }")
+_HIGH_SIZE = gl.constexpr(
+    "{ .reg .b32 s; and.b32 s, $1, 0x77777777; shr.u32 s, s, 16; prmt.b32 $0, $2, $3, s; }"
+)
+_LOW_SIGN = gl.constexpr("lop3.b32 $0, $1, $2, 0x80808080, 0xF8;")
+_HIGH_SIGN = gl.constexpr(
+    "{ .reg .b32 u; shl.b32 u, $2, 4; lop3.b32 $0, $1, u, 0x80808080, 0xF8; }"
+)
+NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # than triton 3.6
 activated = gluon.jit(swiglu.fn)
 
 
@@ -47,7 +54,6 @@ class PieceTile(NamedTuple):
 
     pieces: int  # of ROWS input rows, at most
     groups: int  # that multiply, each by 64 weight rows
-    flight: int  # products in the tensor core while another's sums are added
     stages: int
     registers: int  # of a multiplying thread
 
@@ -56,7 +62,7 @@ class PieceTile(NamedTuple):
         return self.pieces * ROWS
 
 
-MANY, FEW = PieceTile(4, 2, 2, 4, 240), PieceTile(1, 4, 1, 5, 112)
+MANY, FEW = PieceTile(4, 2, 4, 240), PieceTile(1, 4, 5, 112)
 FEW_ROWS = 56  # of an expert, up to which tiles are few
 
 
@@ -83,6 +89,11 @@ class ExpertJob(NamedTuple):
     items: int
     steps: int
     limit: float
+
+
+@gluon.constexpr_function
+def sums_layout():
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
 
 
 @gluon.jit
@@ -138,97 +149,101 @@ def _copy(descs, b, job, T: gl.constexpr):
             at += job.steps
 
 
+@gluon.constexpr_function
+def words_layout():
+    """Words `[rows, q, s]` of 64 rows as a warpgroup's threads multiply them."""
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
+    warps = [[16, 0, 0], [32, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 4, 4])
+
+
+@gluon.jit
+def _viewed(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    if NEWER:
+        return buffer.reinterpret(dtype, shape, layout)
+    else:
+        return buffer._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def _unpack(b, place):
+    """MXFP4 of 64 rows from the ring -> int32 `[64, q, s]`, four E4M3 codes each: low columns, high
+    ones."""
+    L: gl.constexpr = words_layout()
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    words = _viewed(b.words.index(place), gl.int32, [64, 4, 4], LINEAR).load(L)
+    shifts = b.shifts.index(place).reshape([64]).load(gl.SliceLayout(1, gl.SliceLayout(1, L)))
+    even = gl.join(shifts & 255, (shifts >> 16) & 255)
+    odd = gl.join((shifts >> 8) & 255, (shifts >> 24) & 255)
+    shift = gl.join(even, odd).reshape([64, 4])
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, L), assert_trivial=True)
+    shift = gl.expand_dims(shift, 1) | (words & 0)
+    given = [words, 0x6C686000 - shift * 0x08080800, 0x7C787470 - shift * 0x08080808]
+    low = gl.inline_asm_elementwise(_LOW_SIZE, "=r,r,r,r", given, gl.int32, True, 1)
+    high = gl.inline_asm_elementwise(_HIGH_SIZE, "=r,r,r,r", given, gl.int32, True, 1)
+    return words, low, high
+
+
+@gluon.jit
+def _four(codes):
+    """int32 `[64, q, s]` -> E4M3 `[64, q, s, column]`; four share a register."""
+    codes = gl.join(codes, codes)
+    four = gl.join(codes, codes).reshape([64, 4, 4, 4])
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [four], gl.float8e4nv, True, 4
+    )
+
+
+@gluon.jit
+def _operand(words, low, high):
+    """E4M3 `[64, 128]` in the registers of a product: sizes with their signs."""
+    low = gl.inline_asm_elementwise(_LOW_SIGN, "=r,r,r", [low, words], gl.int32, True, 1)
+    high = gl.inline_asm_elementwise(_HIGH_SIGN, "=r,r,r", [high, words], gl.int32, True, 1)
+    both = gl.join(_four(low), _four(high))
+    both = gl.permute(both, [0, 2, 4, 1, 3]).reshape([64, 128])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(), 4)
+    return gl.convert_layout(both, OPERAND, assert_trivial=True)
+
+
 @gluon.jit
 def _scales(b, slot, PLACE: gl.constexpr, T: gl.constexpr):
     scales = b.scales.index(slot).reshape([T.pieces * PIECE]).slice(PLACE * PIECE, PIECE)
-    return scales.load(gl.SliceLayout(0, SUMS))
+    return scales.load(gl.SliceLayout(0, sums_layout()))
 
 
 @gluon.jit
-def _start(a, b, slot, old, job, PLACE: gl.constexpr, T: gl.constexpr):
-    """The product of a step's weights and of its input rows number PLACE. It overwrites `old`,
-    which the compiler must not know to be unused: otherwise each product has registers of its own.
-    """
+def _start(a, b, slot, PLACE: gl.constexpr, T: gl.constexpr):
+    """The product of a step's weights and of its input rows number PLACE."""
     x = b.rows.index(slot * T.pieces + PLACE).permute((1, 0))
-    return warpgroup_mma(a, x, old, use_acc=job.steps < 0, is_async=True)
-
-
-@gluon.jit
-def _added(part, row_scale, sums):
-    given = [part, gl.expand_dims(row_scale, 0), sums]
-    return gl.inline_asm_elementwise(ADD, "=f,f,f,f", given, gl.float32, False, 1)
-
-
-@gluon.jit
-def _apart(job):
-    """Never happens; the compiler does not mix instructions before and after it."""
-    if job.steps < 0:
-        fence_async_shared()
-
-
-@gluon.constexpr_function
-def in_flight(T, pieces):
-    return min(T.flight, pieces)
-
-
-@gluon.jit
-def _step(group, low, high, at, parts, sums, b, job, AHEAD: gl.constexpr, P: gl.constexpr,
-          T: gl.constexpr):  # fmt: skip
-    """(registers of the last products, new sums, the next step's weights): with AHEAD these are
-    unpacked beside the last product."""
-    FLIGHT: gl.constexpr = in_flight(T, P)
-    slot = at % T.stages
-    a = operand(low, high)
-    flying = ()
-    for i in gl.static_range(FLIGHT):
-        flying = joined(flying, _start(a, b, slot, parts[i], job, i, T))
-    _apart(job)
-    given = (low, low, high)
-    added = ()
-    done = ()
-    for i in gl.static_range(P):
-        if AHEAD and i == P - 1:
-            place = (at + 1) % T.stages * T.groups + group
-            given = sizes(b.words.index(place), b.shifts.index(place))
-            _apart(job)
-        part = warpgroup_mma_wait(outstanding(FLIGHT, P - i), deps=(flying[i],))
-        added = joined(added, _added(part, _scales(b, slot, i, T), sums[i]))
-        done = joined(done, part)
-        if i + FLIGHT < P:
-            flying = joined(flying, _start(a, b, slot, part, job, i + FLIGHT, T))
-            _apart(job)
-    later = ()
-    for i in gl.static_range(FLIGHT):  # each product overwrites the same registers in every step
-        later = joined(later, done[(P - 1 - i) // FLIGHT * FLIGHT + i])
-    fence_async_shared()
-    mbarrier.arrive(b.empty.index(slot), count=1)
-    return later, added, given
-
-
-@gluon.jit
-def _zeros(COUNT: gl.constexpr):
-    zeros = ()
-    for _ in gl.static_range(COUNT):
-        zeros = joined(zeros, gl.zeros([64, PIECE], gl.float32, SUMS))
-    return zeros
+    zero = gl.zeros([64, PIECE], gl.float32, sums_layout())
+    return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _sums(group, at, b, job, P: gl.constexpr, T: gl.constexpr):
-    """fp32 `[64, 64]` per piece. The next buffer is awaited before products begin, and its weights
-    get their signs after these end: otherwise the compiler would wait for every product."""
-    sums = _zeros(P)
-    parts = _zeros(in_flight(T, P))
-    mbarrier.wait(b.full.index(at % T.stages), at // T.stages & 1)
-    place = at % T.stages * T.groups + group
-    words, low, high = sizes(b.words.index(place), b.shifts.index(place))
-    low, high = signed(words, low, high)
-    for _ in range(0, job.steps - 1):
-        mbarrier.wait(b.full.index((at + 1) % T.stages), (at + 1) // T.stages & 1)
-        parts, sums, given = _step(group, low, high, at, parts, sums, b, job, True, P, T)
-        low, high = signed(given[0], given[1], given[2])
+    """fp32 `[64, 64]` per piece."""
+    sums = ()
+    for _ in gl.static_range(P):
+        sums = joined(sums, gl.zeros([64, PIECE], gl.float32, sums_layout()))
+    for _ in range(0, job.steps):
+        slot = at % T.stages
+        mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+        words, low, high = _unpack(b, slot * T.groups + group)
+        a = _operand(words, low, high)
+        product = _start(a, b, slot, 0, T)
+        added = ()
+        for i in gl.static_range(P):
+            row_scale = _scales(b, slot, i, T)
+            part = warpgroup_mma_wait(0, deps=(product,))
+            if i + 1 < P:
+                product = _start(a, b, slot, i + 1, T)
+            added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
+        sums = added
+        fence_async_shared()
+        mbarrier.arrive(b.empty.index(slot), count=1)
         at += 1
-    return _step(group, low, high, at, parts, sums, b, job, False, P, T)[1]
+    return sums
 
 
 @gluon.jit
