@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dsv4.ops.fused.block
+from dsv4 import __version__
 from dsv4.cli import main
 from dsv4.config import EngineConfig
 from dsv4.engine import Engine
@@ -100,6 +102,34 @@ def test_help_loads_nothing_slow() -> None:
     assert "dsv4.cli" in loaded
     slow = {"torch", "numpy", "triton", "transformers", "safetensors"}
     assert not loaded & (slow | {"fastapi", "uvicorn", "prometheus_client", "xgrammar"})
+
+
+@pytest.mark.parametrize("moment", ["import", "run", "ignored"])
+def test_ctrl_c_before_the_command_runs(moment: str) -> None:
+    """While modules are imported the signal ends the process; then it is Python's again."""
+    code = f"""if True:
+        import os, signal, sys
+        if "{moment}" == "ignored":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        class Interrupt:
+            def find_spec(self, name, path=None, target=None):
+                if name == "dsv4.cli" and "{moment}" != "run":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt())
+        from dsv4.__main__ import main
+        sys.argv = ["a path", "--version"]
+        try:
+            main()
+        finally:
+            print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stderr == ""
+    if moment == "import":
+        assert (result.returncode, result.stdout) == (-signal.SIGINT, "")
+    else:
+        assert result.returncode == 0
+        assert result.stdout == f"dsv4 {__version__}\n{moment == 'run'}\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "score"])
