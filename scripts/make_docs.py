@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -28,10 +29,10 @@ from dsv4.runner.ranks.cluster import Cluster
 from dsv4.sampling import guide_compiler
 from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
-from dsv4.tools.plan import make_plan, planned_model
+from dsv4.tools.plan import PlannedModel, make_plan, planned_model
 from dsv4.tools.predict import MEASURED
 from dsv4.tools.speed.layouts import MEASURED as MEASURED_LAYOUTS
-from dsv4.tools.speed.layouts import layout_options, plan_layouts
+from dsv4.tools.speed.layouts import LayoutPlan, layout_options, plan_layouts
 from dsv4.tools.speed.report import Curves, position_picture, share_picture
 from dsv4.tools.speed.steps import StepResult
 
@@ -85,10 +86,20 @@ def cluster_of(gpu: str, count: int, nodes: int = 1) -> Cluster:
     return Cluster.of(gpu, count, count if gpu == "spark" else nodes)
 
 
+@cache
+def official(model: str) -> PlannedModel:
+    return planned_model(model, "official")
+
+
+@cache
+def layouts_of(model: str, cluster: Cluster) -> LayoutPlan:
+    return plan_layouts(official(model), cluster)
+
+
 def several(model: str, count: int, gpu: str) -> str:
     """What `plan` recommends when all weights are on GPUs."""
     cluster = cluster_of(gpu, count)
-    plan = plan_layouts(planned_model(model, "official"), cluster)
+    plan = layouts_of(model, cluster)
     if plan.recommended is None:
         most = min(max(s.weight_bytes for s in f.stages) for f in plan.forecasts)
         return f"no: {most / 1e9:,.0f} GB of weights a GPU"
@@ -99,7 +110,7 @@ def several(model: str, count: int, gpu: str) -> str:
 
 
 def one(model: str, gpu: str) -> str:
-    subject = planned_model(model, "official")
+    subject = official(model)
     plan = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu)
     if not plan.possible:
         return f"no: {sum(subject.groups.values()) / 1e9:,.0f} GB of weights"
@@ -155,7 +166,7 @@ def layout_table() -> str:
     rows = []
     for model, gpu, count, nodes in LAYOUTS:
         cluster = cluster_of(gpu, count, nodes)
-        plan = plan_layouts(planned_model(model, "official"), cluster)
+        plan = layouts_of(model, cluster)
         first = f"{count} {cluster.gpu.name}" + (f", {nodes} nodes" if nodes > 1 else "")
         name = f"{first} | {model.capitalize()}"
         found = [f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended]
@@ -182,14 +193,14 @@ def layout_table() -> str:
 def rate(model: str, gpu: str, count: int) -> str:
     """Tokens/s of one user, predicted by `plan` or measured (bold); after `+`, the GB of experts
     in host memory."""
-    subject = planned_model(model, "official")
+    subject = official(model)
     if count > 1:
-        plan = plan_layouts(subject, cluster_of(gpu, count))
+        plan = layouts_of(model, cluster_of(gpu, count))
         best = next((f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended), None)
         return f"{1000 / best.steps[1].total:.0f}" if best else "-"
     one_gpu = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu)
     if one_gpu.experts is None:
-        whole = plan_layouts(subject, Cluster.of(gpu, 1)).forecasts[0]
+        whole = layouts_of(model, Cluster.of(gpu, 1)).forecasts[0]
         return f"{1000 / whole.steps[1].total:.0f}" if one_gpu.possible else "-"
     speeds = [f"{1000 / ms[1]:.0f}" for ms in one_gpu.experts.step_ms.values()]
     if (model, gpu) == ("flash", "h200"):
@@ -560,10 +571,9 @@ def wanted() -> dict[Path, str]:
 
 
 def main() -> None:
-    stale = [
-        path for path, text in wanted().items() if not path.is_file() or path.read_text() != text
-    ]
-    for path, text in wanted().items():
+    texts = wanted()
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
+    for path, text in texts.items():
         if path in stale and "--check" not in sys.argv:
             path.write_text(text)
     names = ", ".join(str(path.relative_to(ROOT)) for path in stale)

@@ -5,6 +5,7 @@ Pure functions without torch, shared with the engine: settings and step memory f
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.experts.budget import check_host_memory
 from dsv4.runner.experts.choose_memory import ExpertChoice, WeightBytes, choose_experts
 from dsv4.runner.ranks.cluster import Cluster, gpu_rates
+from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan_experts import ExpertPlan, ResidentTimes, plan_experts, resident_times
 from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
@@ -80,6 +82,11 @@ class PlannedModel:
     def sizes(self) -> WeightBytes:
         experts = sum(size for name, size in self.nbytes.items() if ".ffn.experts." in name)
         return WeightBytes(sum(self.groups.values()), experts, self.formats)
+
+    @cached_property
+    def rank_sizes(self) -> WeightSizes:
+        """What ranks hold; one, since it keeps what it has counted for a layout."""
+        return WeightSizes(self.config, self.nbytes)
 
 
 def planned_model(model: str, weights: str | None, folder: Path | None = None) -> PlannedModel:

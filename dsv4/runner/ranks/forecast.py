@@ -50,9 +50,8 @@ class WeightSizes:
 
     def layout(self, tp: int, pp: int, how: EngineConfig = HOW) -> RankLayout:
         """Rank 0's layout; stages are balanced by layer bytes. `how`: experts, attention."""
-        costs = [sum(part) for part in self._layers]
-        stages = balance(costs, pp, self.nbytes["embed.weight"], self._last)
-        layout = RankLayout(tp, pp, 0, stages, how.experts == "split", how.attention == "dp")
+        split, data_attention = how.experts == "split", how.attention == "dp"
+        layout = RankLayout(tp, pp, 0, self._stages(pp), split, data_attention)
         layout.check(self.config)
         return layout
 
@@ -76,6 +75,12 @@ class WeightSizes:
             head = self.nbytes["head.weight"]
             total += self._last - head + head / layout.tp
         return total
+
+    @cached_property
+    def _stages(self) -> Callable[[int], tuple[range, ...]]:
+        """By pp: which layers are whose."""
+        costs = [sum(part) for part in self._layers]
+        return cache(lambda pp: balance(costs, pp, self.nbytes["embed.weight"], self._last))
 
     @cached_property
     def _layers(self) -> list[tuple[int, int, int]]:

@@ -85,7 +85,7 @@ def plan_layouts(
     only: Sequence[tuple[int, int]] = (),
 ) -> LayoutPlan:
     """Every layout of `cluster`, or `only` these; `choices` with tp and pp name the one shown."""
-    config, sizes = model.config, WeightSizes(model.config, model.nbytes)
+    config, sizes = model.config, model.rank_sizes
     choices = replace(choices or EngineConfig(), device="cuda")
     cluster = cluster.using(choices.comm)
     geometry = resolve(choices, config, has_gpu=True, memory_bytes=2**62).geometry(config)
