@@ -163,8 +163,8 @@ LINE_BUDGET = {
     # 3 for empty prompts and wrong efforts, 4 for terminals without boxes
     # 22 for options of doctor that would mean nothing
     "cli": 2771,  # 9 for commands of a layout, and rates that tell something
+    "deploy": 1000,
     "__main__.py": 20,  # 10 for Ctrl-C during imports
-    "__main__.py": 10,
 }
 
 
