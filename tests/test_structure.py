@@ -143,8 +143,8 @@ LINE_BUDGET = {
     # 114 for what a forecast of ranks assumes, what ranks compare, and the fullest rank's plan
     # 50 for the threads of two engines, 16 for fewer launches of drafts; 7 for profiles, 15: buses
     # 22 for an owner that hears of a failed rank, 13 for plans with --comm
-    # 12 for what a first draft begins with
-    "runner": 5952,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
+    # 12 for what a first draft begins with; 6 for sizes of ranks that are counted once
+    "runner": 5958,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     # 3 for an engine that is stopped while it loads, 10 for origins that no browser sends, the
     # address while it ends, and a lost tokenizer
     "server": 4917,  # three protocols with the fields that clients of other servers send
@@ -156,8 +156,9 @@ LINE_BUDGET = {
     # 40 for what belongs to experts in a step's profile, and what several GPUs keep free for a8
     # 100 for acceptance of drafts by skill, damaged draft files in reports; 40 for times where all
     # experts fit
-    # 67 for the random model of the doctor of ranks and the commands of a layout
-    "tools": 10506,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    # 67 for the random model of the doctor of ranks and the commands of a layout, 7 for its
+    # sizes counted once
+    "tools": 10513,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
     # 200 for plans over several GPUs and join; 8 for exit codes of dead ranks, 3 for draft files
     # 5 for choices that type checkers see; 16 for options of plan that would mean nothing,
     # 3 for empty prompts and wrong efforts, 4 for terminals without boxes
