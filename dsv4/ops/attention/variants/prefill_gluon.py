@@ -58,7 +58,8 @@ def _copy_tile(
     tile, bounds, entries, step, older, most, position, window, oldest, older_first,
     SELECTED: gl.constexpr, WT: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Masked slots read a valid dummy entry, so no NaN is loaded; their bound, -inf, is added to
+    """Masked slots are filled with zeros and read nothing: if all of them read one dummy entry, in
+    all programs at once, its few lines of the L2 cache set the pace. Their bound, -inf, is added to
     their scores."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, COPY)
     recency = step * BT + gl.arange(0, BT, layout=LAYOUT)
@@ -70,11 +71,11 @@ def _copy_tile(
         present = present & (j >= 0)
     present = gl.where(step < WT, held, present)
     bounds.store(gl.where(present, 0.0, float("-inf")))
-    recent = gl.where(present, oldest + recency, oldest + window - 1)
-    place = gl.where(step < WT, recent, older_first + gl.where(present, j, 0))
+    place = gl.where(present, gl.where(step < WT, oldest + recency, older_first + j), oldest)
     channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
     at = gl.expand_dims(place.to(gl.int64) * WIDTH, 1) + gl.expand_dims(channel, 0)
-    begin_copy(tile, entries + at)
+    live = gl.expand_dims(present, 1) & gl.expand_dims(channel >= 0, 0)
+    begin_copy(tile, entries + at, mask=live)
 
 
 @gluon.jit
