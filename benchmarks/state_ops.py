@@ -45,15 +45,19 @@ def frequencies(device: str) -> Tensor:
     return yarn_frequencies(ROPE, 160000.0, 16.0, 65536, 32.0, 1.0).to(device)
 
 
-def random_pool(pages: int, entries: int, device: str, index: bool = False) -> PagedPool:
-    """A full pool: any code but NaN, scales near one."""
-    parts = index_entry("fp4", INDEX_DIM) if index else kv_entry("fp8", DIM, ROPE)
-    pool = allocate_pool("fp4" if index else "fp8", index, parts, (pages, entries), device)
+def random_pool(pages: int, entries: int, device: str, index: str = "") -> PagedPool:
+    """A full pool: any code but NaN, scales near one. `index`: of keys in this format."""
+    parts = index_entry(index, INDEX_DIM) if index else kv_entry("fp8", DIM, ROPE)
+    pool = allocate_pool(index or "fp8", bool(index), parts, (pages, entries), device)
     codes = pool.data.view(torch.uint8)
-    codes.random_(0, 256 if index else 120)
-    pool.parts["scale"].random_(119, 122)
-    if not index:
+    codes.random_(0, 256 if index == "fp4" else 120)
+    if index == "fp8":
+        pool.parts["scale"].fill_(0.5)
+    else:
+        pool.parts["scale"].random_(119, 122)
+    if index != "fp4":
         codes.bitwise_or_(torch.randint_like(codes, 0, 2) << 7)
+    if not index:
         pool.parts["tail"].normal_()
     return pool
 
@@ -123,7 +127,7 @@ def compress_arguments(batch: Ragged, ratio: int, index: bool, device: str) -> A
         dtype=torch.bfloat16,
         state=CompressorState(torch.randn(state, device=device), torch.randn(state, device=device)),
         batch=batch,
-        pool=random_pool(512, 32, device, index),
+        pool=random_pool(512, 32, device, "fp4" if index else ""),
         table=random_table(sequences, int(batch.ends.max()) // ratio // 32 + 1, 512, device),
     )
     return {"block": block}
@@ -180,14 +184,16 @@ def query_arguments(
     }
 
 
-def scores_arguments(batch: Ragged, topk: int, device: str, pages: int = 8192) -> Arguments:
+def scores_arguments(
+    batch: Ragged, topk: int, device: str, pages: int = 8192, index: str = "fp4"
+) -> Arguments:
     columns = int(batch.ends.max()) // 4 // 32 + 1
     query = torch.randn(batch.num_tokens, INDEX_HEADS, INDEX_DIM, device=device)
     return {
         "q": (query * 2).round().bfloat16(),
         "weights": torch.randn(batch.num_tokens, INDEX_HEADS, device=device) * 0.01,
         "to": IndexEntries(
-            random_pool(pages, 32, device, index=True),
+            random_pool(pages, 32, device, index),
             random_table(batch.starts.shape[0], columns, pages, device),
             batch,
             topk,
@@ -242,8 +248,11 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     longest = attention_arguments(shape, decode_batch(1, 1048576, cpu), 128, 0, cpu, 4)
     yield "attention", "hca 1M", longest
     yield "index_scores", "", scores_arguments(one, 512, cpu, 4)
-    for width in (4096, 32768):
-        yield "index_select", f"{width}", {"scores": torch.zeros(1, width), "topk": 512}
+    for index in ("fp4", "fp8"):
+        arguments = scores_arguments(prefill_batch(160, 9000, cpu), 512, cpu, 4, index)
+        yield "index_scores", f"prompt {index}", arguments
+    for rows, width in ((1, 4096), (1, 32768), (300, 32768)):
+        yield "index_select", f"{rows} x {width}", {"scores": torch.zeros(rows, width), "topk": 512}
     yield "sample", "", sample_arguments(1, cpu, 129280, True)
 
 

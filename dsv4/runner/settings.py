@@ -21,6 +21,7 @@ DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
 SELECTED_OF = 4096  # scores of a row, from which selection keeps topk 8-byte numbers
+SELECTED_ROWS = 257  # from which on it keeps two topk of each row, however long
 STEP_SHARE = 0.04  # of a GPU, for activations, workspaces, graphs
 # CUDA, kernels, graphs, logits: what 24 layers of Flash used on an H200 beyond activations
 STEP_BYTES = 2 * 10**9
@@ -101,9 +102,9 @@ def step_bytes(
 ) -> int:
     """Bytes reserved for a step: a share of large GPUs, at least what it needs. `activations`: as
     asked for."""
-    entries = chunk_tokens * GPU_CONTEXT // 4 if 4 in config.compress_ratios else 0
     row = row_bytes(config) + (a8_bytes(config) if activations == "a8" else 0)
-    needed = STEP_BYTES + chunk_tokens * row + _score_bytes(config, entries)
+    scores = _score_bytes(config, chunk_tokens, GPU_CONTEXT)
+    needed = STEP_BYTES + chunk_tokens * row + scores
     return max(needed, int(STEP_SHARE * gpu_bytes))
 
 
@@ -126,15 +127,16 @@ def a8_bytes(config: ModelConfig) -> int:
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
     """Bytes beyond `step_bytes` for a chunk's index scores at the end of the context, and for what
-    selection keeps of them. These buffers grow with chunk and context: 2,048 tokens at a million
-    take 2 GB and half as much."""
+    selection keeps of them. They grow with chunk and context: 2,048 tokens at a million take 2 GB,
+    and what fewer rows than SELECTED_ROWS keep takes 70 MB."""
+    return _score_bytes(config, chunk_tokens, max(0, context - GPU_CONTEXT))
+
+
+def _score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
     if 4 not in config.compress_ratios:
         return 0
-    return _score_bytes(config, chunk_tokens * max(0, context - GPU_CONTEXT) // 4)
-
-
-def _score_bytes(config: ModelConfig, entries: int) -> int:
-    return 4 * entries + 8 * config.index_topk * entries // SELECTED_OF
+    kept = min(chunk_tokens, SELECTED_ROWS) * context // 4 // SELECTED_OF * config.index_topk
+    return chunk_tokens * context // 4 * 4 + 8 * kept
 
 
 def available_memory() -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from dsv4.runner.ranks.choose_layout import Devices, choose_layout
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import (
+    SELECTED_ROWS,
     Settings,
     a8_bytes,
     resolve,
@@ -235,7 +237,7 @@ def test_index_scores_of_a_long_chunk_are_planned() -> None:
     plan = make_plan(flash, weights + 30 * 10**9, EngineConfig(chunk_tokens=2048, draft="off"))
     most = next(fit for fit in plan.fits if fit.context == 1048576)
     assert most.sequences > 0
-    scores = (4 + 1) * 2048 * (1048576 - 131072) // 4  # and what selecting 512 of them keeps
+    scores = 4 * 2048 * (1048576 - 131072) // 4
     left = plan.free_bytes - most.sequences * most.sequence_bytes
     assert scores <= left < scores + 2 * most.sequence_bytes
     short = next(fit for fit in plan.fits if fit.context == 131072)
@@ -259,7 +261,7 @@ def test_pro_takes_the_layout_that_holds_what_is_asked_for(
     users: int, layout: tuple[int, int]
 ) -> None:
     """Ranks of one stage all hold the state, stages share it. By hand: of the 150 GB of an H200 a
-    rank of tp 8 has 121 of weights, 6 for a step, 3 for scores; a million tokens take 5.8."""
+    rank of tp 8 has 121 of weights, 6 for a step, 2 for scores; a million tokens take 5.8."""
     choices = EngineConfig(max_context=1048576, max_sequences=users)
     plan = plan_layouts(planned_model("pro", "official"), Cluster.of("h200", 8), choices)
     assert plan.recommended == plan.shown == layout
@@ -268,7 +270,7 @@ def test_pro_takes_the_layout_that_holds_what_is_asked_for(
     fits = {(f.tp, f.pp): n[1048576] for f, n in zip(plan.forecasts, plan.fits, strict=True)}
     assert fits[layout] >= users
     assert fits[8, 1] == 3
-    assert fits[2, 4] == 17
+    assert fits[2, 4] == 18
     if layout != (8, 1):
         assert f"not tp 8, pp 1: the state of {users} sequences" in plan.reason
 
@@ -289,31 +291,34 @@ def test_an_engine_takes_the_layout_that_holds_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("model", ["flash", "pro"])
 def test_the_plan_knows_what_selecting_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own buffers for a chunk at a million tokens, beside the scores."""
-    pytest.importorskip("triton", reason="the buffers are sized in a kernel's module")
+    """The kernels' own buffers at a million tokens, with a program per row and with several."""
+    pytest.importorskip("triton", reason="the buffers are sized in the kernels' modules")
     kernel = importlib.import_module("dsv4.ops.attention.index_select_triton")
-    config, chunk, held = ModelConfig.builtin(model), 2048, {}
-    kinds = {torch.int64: 8, torch.int32: 4}
+    shared = importlib.import_module("dsv4.ops.attention.variants.prompt_select_triton")
+    config, held = ModelConfig.builtin(model), {}
 
-    def room(device, name, count, dtype) -> None:
-        held[name] = count * kinds[dtype]
+    def room(device: torch.device, name: str, count: int, dtype: torch.dtype) -> None:
+        held[name] = count * dtype.itemsize
 
     class Launch:
-        def __getitem__(self, grid):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *arguments, **options: None
 
-    monkeypatch.setattr(kernel, "workspace", room)
-    monkeypatch.setattr(kernel, "_select_chunk_kernel", Launch())
+    for module, launched in (
+        (kernel, "_select_chunk_kernel"), (kernel, "_peaks_kernel"), (shared, "_select_row_kernel")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, "workspace", room)
+        monkeypatch.setattr(module, launched, Launch())
     sizes = {}
     for context in (131072, 1048576):
-        scores = torch.empty(chunk, context // 4, device="meta")
-        topk = config.index_topk
-        with assume(KNOWN[90]):
-            kernel.select_long(scores.to("meta"), topk, None, 2 * topk, scores)
-        sizes[context] = scores.nbytes + held["select_kept"]
-    assert held["select_kept"] > 10**8
+        for rows in (kernel.MANY_ROWS - 1, 2048):
+            with assume(KNOWN[90]):
+                kernel.run(torch.empty(rows, context // 4, device="meta"), config.index_topk)
+        sizes[context] = 4 * 2048 * context // 4 + held["select_kept"]
+        assert held["select_rows"] < 2**26
+    assert kernel.MANY_ROWS == SELECTED_ROWS
     grown = sizes[1048576] - sizes[131072]
-    assert score_bytes(config, chunk, 1048576) == pytest.approx(grown, rel=0.01)
+    assert score_bytes(config, 2048, 1048576) == pytest.approx(grown, rel=0.01)
 
 
 def test_the_plan_knows_what_rows_quantised_to_a8_take(monkeypatch: pytest.MonkeyPatch) -> None:

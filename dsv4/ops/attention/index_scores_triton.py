@@ -5,6 +5,8 @@ The result has the page table's width; the reference's width depends on the data
 cannot see are -inf in both. Heads are summed in one tile shape for every batch.
 """
 
+from importlib import import_module
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ RATIO = 4
 BN = 64  # entries per tile
 STAGES = 2
 PROGRAMS = 512  # nearly all that run concurrently, four per multiprocessor
+SHARING = 4  # rows of a sequence, on average, from which on rows share their keys
 
 # one E2M1 code of each of two 16-bit words as two bf16, times 2^-126
 _SLOT0 = tl.constexpr(
@@ -51,7 +54,7 @@ def _e2m1(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _positive(x, ASM: tl.constexpr):
+def positive(x, ASM: tl.constexpr):
     """max(x, 0) for x below one, by a saturating add, which leaves the integer units free."""
     if ASM:
         return tl.inline_asm_elementwise(
@@ -84,7 +87,7 @@ def _by_thread(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _queries(
+def load_queries(
     q, q_at, live, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, MT: tl.constexpr
 ):
     """Query heads `[H, DIM]`, columns in the keys' order."""
@@ -107,7 +110,7 @@ def _times(k, queries, ROWS: tl.constexpr, H: tl.constexpr, MT: tl.constexpr):
 
 
 @triton.jit
-def _products(
+def multiply_keys(
     queries, data, scale, slot, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
     FORMAT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +125,7 @@ def _products(
 
 
 @triton.jit
-def _fetch_codes(data, scale, slot, DIM: tl.constexpr):
+def fetch_codes(data, scale, slot, DIM: tl.constexpr):
     """Codes of FP4 keys, four per word `[BN, DIM / 4]`, and their scale bytes `[BN, DIM / 32]`."""
     slot = slot[:, None]
     words = data.to(tl.pointer_type(tl.int16)) + slot * (DIM // 4)
@@ -133,7 +136,7 @@ def _fetch_codes(data, scale, slot, DIM: tl.constexpr):
 
 
 @triton.jit
-def _code_sums(
+def multiply_codes(
     queries, words, power, DIM: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
     MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +152,7 @@ def _code_sums(
 
 
 @triton.jit
-def _pages(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
+def locate(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
     """The page of each entry of a tile and its offset there; past the end the last one repeats."""
     seen = tl.minimum(tile * BN + tl.arange(0, BN), last).to(tl.uint32)
     return tl.load(table + seen // PAGE), seen % PAGE
@@ -170,15 +173,15 @@ def _score_codes(
     """FP4 keys go from memory straight into the registers that multiply them. The next tile's keys
     and the pages of the one after are prefetched."""
     last = tl.minimum(visible, width) - 1
-    page, place = _pages(table, first, last, PAGE, BN)
-    words, power = _fetch_codes(data, scale, page.to(tl.int64) * PAGE + place, DIM)
-    page, place = _pages(table, first + apart, last, PAGE, BN)
+    page, place = locate(table, first, last, PAGE, BN)
+    words, power = fetch_codes(data, scale, page.to(tl.int64) * PAGE + place, DIM)
+    page, place = locate(table, first + apart, last, PAGE, BN)
     for tile in tl.range(first, tiles, apart, num_stages=1):
         slot = page.to(tl.int64) * PAGE + place
-        next_words, next_power = _fetch_codes(data, scale, slot, DIM)
-        page, place = _pages(table, tile + 2 * apart, last, PAGE, BN)
-        products = _code_sums(queries, words, power, DIM, BN, H, MT, ASM)
-        score = tl.sum(_positive(products, ASM) * weight[None, :], axis=1)
+        next_words, next_power = fetch_codes(data, scale, slot, DIM)
+        page, place = locate(table, tile + 2 * apart, last, PAGE, BN)
+        products = multiply_codes(queries, words, power, DIM, BN, H, MT, ASM)
+        score = tl.sum(positive(products, ASM) * weight[None, :], axis=1)
         score = score.reshape(BN // 64, 4, 2, 8).permute(0, 2, 1, 3).reshape(BN)
         _store_scores(out, score, tile, visible, width, BN)
         words, power = next_words, next_power
@@ -206,7 +209,7 @@ def _scores_kernel(
         live = head < num_heads
         q_at = (row * num_heads + head)[:, None] * DIM
         weight = tl.load(weights + row * num_heads + head, mask=live, other=0.0).to(tl.float32)
-        queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
+        queries = load_queries(q, q_at, live, DIM, H, FORMAT, MT)
         if FORMAT == 4:
             _score_codes(
                 out, queries, weight * 9223372036854775808.0, data, scale, table, visible,
@@ -214,11 +217,11 @@ def _scores_kernel(
             )  # 2^63  # fmt: skip
         else:
             for tile in tl.range(first, tiles, apart, num_stages=STAGES):
-                page, place = _pages(table, tile, tl.minimum(visible, width) - 1, PAGE, BN)
+                page, place = locate(table, tile, tl.minimum(visible, width) - 1, PAGE, BN)
                 slot = page.to(tl.int64) * PAGE + place
-                products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
+                products, own = multiply_keys(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
                 # scales are powers of two above zero: they may wait until the heads are summed
-                score = tl.sum(_positive(products, False) * weight[None, :], axis=1) * own
+                score = tl.sum(positive(products, False) * weight[None, :], axis=1) * own
                 _store_scores(out, score, tile, visible, width, BN)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
     for tile in tl.range(begin, tl.cdiv(width, BN), apart):
@@ -251,11 +254,16 @@ def run(q, weights, to):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (ed.INDEX_FP4, 1) else tl.float16
+    launch = {"PAGE": pool.page_entries, "H": max(16, triton.next_power_of_2(heads)), "DIM": dim}
+    launch |= {"BN": BN, "FORMAT": fmt, "STAGES": STAGES, "MT": mt, "ASM": not interpreting()}
+    tensors = (q, weights, out, batch.positions, batch.seq_idx, data, scale, table)
+    facts = (table.shape[1], width, heads)
+    if tokens >= SHARING * batch.starts.shape[0] and not batch.is_few and mt != tl.float32:
+        shared = import_module("dsv4.ops.attention.variants.prompt_scores_triton")
+        shared.score_prompt(*tensors, *facts, tokens, to.topk, **launch)
+        return out
     programs = min(triton.cdiv(width, BN), max(1, PROGRAMS // tokens))
     _scores_kernel[(programs, tokens)](
-        q, weights, out, batch.positions, batch.seq_idx, data, scale, table, table.shape[1], width,
-        heads, to.topk, PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim,
-        BN=BN, FORMAT=fmt, STAGES=STAGES, MT=mt, ASM=not interpreting(),
-        **dependent_options(q.device, 4),
-    )  # fmt: skip
+        *tensors, *facts, to.topk, **launch, **dependent_options(q.device, 4)
+    )
     return out

@@ -7,8 +7,11 @@ of seven counts each, until exactly k lie above; no sorting. Ties go to the lowe
 A long row takes two launches. The first finds the peaks of 2k or more parts of the row: the k-th
 largest peak is a bound that the best k reach and few others do. In the second, each program keeps
 the candidates of its chunk that reach a bound near it, at most k, in ascending index order; the
-last program to finish a row selects among the candidates.
+last program to finish a row selects among the candidates. Prompts have a kernel of their own
+(variants/prompt_select_triton.py).
 """
+
+from importlib import import_module
 
 import torch
 import triton
@@ -24,6 +27,7 @@ FEW_ROWS = 8  # more that start early crowd onto the multiprocessors with room: 
 CHUNK = 2048  # scores per program of a long row; doubled if not all run concurrently
 CANDIDATES = 4096  # most that the last program holds at once
 MOST = 8192  # largest topk
+MANY_ROWS = 257  # from which on each row has one program, however long it is
 
 
 @triton.jit
@@ -36,7 +40,7 @@ def sort_key(score):
 
 
 @triton.jit
-def _eighth(low, top):
+def eighth(low, top):
     """A power of two such that eight of them reach from `low` past `top`; at least one."""
     exponent = ((top - low) >> 1).to(tl.float32).to(tl.uint32, bitcast=True) >> 23
     place = tl.minimum(tl.maximum(exponent.to(tl.int32) - 128, 0), 29)
@@ -50,7 +54,7 @@ def _two(beyond, bit, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _count(key, low, bit):
+def count_reaching(key, low, bit):
     """How many keys reach low + bit, low + 2 bit, ...: int32 `[2, 2]`, two counts in each."""
     beyond = tl.where(key >= low, key - low, 0)
     first = tl.join(_two(beyond, bit, 1), _two(beyond, bit, 5))
@@ -59,7 +63,7 @@ def _count(key, low, bit):
 
 
 @triton.jit
-def _raise(counts, low, bit, count, topk):
+def raise_bound(counts, low, bit, count, topk):
     """The highest of these bounds that at least topk keys reach, and how many do."""
     start = low
     for pair in tl.static_range(4):
@@ -72,15 +76,15 @@ def _raise(counts, low, bit, count, topk):
 
 
 @triton.jit
-def _threshold(key, low, bit, count, topk, most):
+def find_threshold(key, low, bit, count, topk, most):
     """The topk-th largest key, or a bound that topk to `most` keys reach. `count` reach `low`."""
     while (bit > 0) & (count > most):
-        low, count, bit = _raise(_count(key, low, bit), low, bit, count, topk)
+        low, count, bit = raise_bound(count_reaching(key, low, bit), low, bit, count, topk)
     return low, count
 
 
 @triton.jit
-def _places(key, threshold):
+def find_places(key, threshold):
     """Prefix counts of keys above the threshold (low 16 bits) and equal to it (high); totals."""
     above = key > threshold
     equal = (key == threshold) & (key > 0)
@@ -89,13 +93,13 @@ def _places(key, threshold):
 
 
 @triton.jit
-def _saturated(counts):
+def saturated(counts):
     """Saturate both packed counters at topk to avoid overflow."""
     return tl.minimum(counts & 0xFFFF, 0x4000) | (tl.minimum((counts >> 16) & 0xFFFF, 0x4000) << 16)
 
 
 @triton.jit
-def _keep(above, equal, upto, room, topk):
+def keep(above, equal, upto, room, topk):
     """Which keys are kept and where; those equal to the threshold while there is room. With NaN
     more than topk may lie above it: the first are kept."""
     rank = (upto >> 16) & 0xFFFF
@@ -106,7 +110,7 @@ def _keep(above, equal, upto, room, topk):
 
 
 @triton.jit
-def _fill(out, kept, width, BLOCK: tl.constexpr):
+def fill(out, kept, width, BLOCK: tl.constexpr):
     """Pad with -1 where a row has fewer entries than requested."""
     lane = tl.arange(0, BLOCK)
     for start in tl.range(kept, width, BLOCK):
@@ -124,14 +128,14 @@ def _select_kernel(
     score = tl.load(scores + row * width + place, mask=place < width, other=float("-inf"))
     key = sort_key(score)
     bit = tl.full((), 0x20000000, tl.uint32)
-    threshold, _ = _threshold(key, bit & 0, bit, tl.full((), BLOCK, tl.int32), topk, topk)
-    above, equal, upto, totals = _places(key, threshold)
+    threshold, _ = find_threshold(key, bit & 0, bit, tl.full((), BLOCK, tl.int32), topk, topk)
+    above, equal, upto, totals = find_places(key, threshold)
     num_above = totals & 0xFFFF
     room = topk - num_above
-    kept, order = _keep(above, equal, upto, room, topk)
+    kept, order = keep(above, equal, upto, room, topk)
     out += row * out_width
     tl.store(out + order, place.to(tl.int64), mask=kept)
-    _fill(out, num_above + tl.minimum((totals >> 16) & 0xFFFF, room), out_width, 64)
+    fill(out, num_above + tl.minimum((totals >> 16) & 0xFFFF, room), out_width, 64)
 
 
 @triton.jit
@@ -148,17 +152,29 @@ def _peaks_kernel(scores, peaks, width, PARTS: tl.constexpr, COLS: tl.constexpr,
 
 
 @triton.jit
-def _bound(peaks, num_parts, topk, PARTS: tl.constexpr):
-    """A bound that topk peaks reach, and few more; also the highest peak."""
-    part = tl.arange(0, PARTS)
-    key = tl.load(peaks + part, mask=part < num_parts, other=0).to(tl.uint32, bitcast=True)
+def find_ends(key):
+    """The highest key, and the lowest one of an entry (not of none, which is 0)."""
     ends = tl.max(tl.join(key, tl.where(key > 0, ~key, 0)), axis=0)
     top, lowest = tl.split(ends)
+    return top, ~lowest
+
+
+@triton.jit
+def find_bound(peak, topk):
+    """A bound that topk peaks reach, and few more; also the highest peak."""
+    top, lowest = find_ends(peak)
     unknown = tl.full((), 0x7FFF, tl.int32)
-    low, count = _threshold(
-        key, ~lowest, _eighth(~lowest, top), unknown, topk, topk + (topk >> 4)
+    low, count = find_threshold(
+        peak, lowest, eighth(lowest, top), unknown, topk, topk + (topk >> 4)
     )  # fmt: skip
     return tl.where(count < unknown, low, 1).to(tl.uint32), top  # 0 means no entry
+
+
+@triton.jit
+def _bound(peaks, num_parts, topk, PARTS: tl.constexpr):
+    part = tl.arange(0, PARTS)
+    key = tl.load(peaks + part, mask=part < num_parts, other=0)
+    return find_bound(key.to(tl.uint32, bitcast=True), topk)
 
 
 @triton.constexpr_function
@@ -167,7 +183,7 @@ def _halvings(length):
 
 
 @triton.jit
-def _load_kept(kept, at, live):
+def load_kept(kept, at, live):
     """Keys and indices of candidates, as stored."""
     both = tl.load(kept + at, mask=live, other=0, cache_modifier=".cg")
     return (both >> 32).to(tl.uint32), both & 0xFFFFFFFF
@@ -184,7 +200,7 @@ def _candidates(kept, ends, tile, room, CHUNKS: tl.constexpr, BLOCK: tl.constexp
         begin = tl.where(end <= place, end, begin)
         chunk = tl.where(end <= place, chunk + (CHUNKS >> (i + 1)), chunk)
     total = tl.max(ends, axis=0)
-    return _load_kept(kept, chunk.to(tl.int64) * room + place - begin, place < total)
+    return load_kept(kept, chunk.to(tl.int64) * room + place - begin, place < total)
 
 
 @triton.jit
@@ -195,7 +211,7 @@ def _finish_row(
     """Select among the candidates: usually the FIRST of each chunk are all of them."""
     place = tl.arange(0, BLOCK)
     chunk = place // FIRST
-    key, index = _load_kept(kept, chunk.to(tl.int64) * room + place % FIRST, chunk < num_chunks)
+    key, index = load_kept(kept, chunk.to(tl.int64) * room + place % FIRST, chunk < num_chunks)
     ends = tl.zeros((CHUNKS,), tl.int32)
     tiles = tl.full((), 1, tl.int32)
     if is_crowded:
@@ -204,29 +220,29 @@ def _finish_row(
         ends = tl.cumsum(found, axis=0)
         tiles = tl.cdiv(tl.sum(found, axis=0), BLOCK)
         key, index = _candidates(kept, ends, 0, room, CHUNKS, BLOCK)
-    bit = _eighth(low, top)
+    bit = eighth(low, top)
     count = tl.full((), 0x7FFF, tl.int32)
     while (bit > 0) & (count > topk):
-        reached = _count(key, low, bit)
+        reached = count_reaching(key, low, bit)
         for tile in tl.range(1, tiles, num_stages=1):
             other, _ = _candidates(kept, ends, tile, room, CHUNKS, BLOCK)
-            reached = _saturated(reached + _count(other, low, bit))
-        low, count, bit = _raise(reached, low, bit, count, topk)
-    above, equal, upto, totals = _places(key, low)
+            reached = saturated(reached + count_reaching(other, low, bit))
+        low, count, bit = raise_bound(reached, low, bit, count, topk)
+    above, equal, upto, totals = find_places(key, low)
     num_above = totals & 0xFFFF
     for tile in tl.range(1, tiles, num_stages=1):
         other, _ = _candidates(kept, ends, tile, room, CHUNKS, BLOCK)
         num_above += tl.sum((other > low).to(tl.int32), axis=0)
     space = topk - num_above
-    chosen, order = _keep(above, equal, upto, space, topk)
+    chosen, order = keep(above, equal, upto, space, topk)
     tl.store(out + order, index, mask=chosen)
     for tile in tl.range(1, tiles, num_stages=1):
         key, index = _candidates(kept, ends, tile, room, CHUNKS, BLOCK)
-        above, equal, upto, more = _places(key, low)
-        chosen, order = _keep(above, equal, upto + totals, space, topk)
+        above, equal, upto, more = find_places(key, low)
+        chosen, order = keep(above, equal, upto + totals, space, topk)
         tl.store(out + order, index, mask=chosen)
-        totals = _saturated(totals + more)
-    _fill(out, num_above + tl.minimum((totals >> 16) & 0xFFFF, space), out_width, 64)
+        totals = saturated(totals + more)
+    fill(out, num_above + tl.minimum((totals >> 16) & 0xFFFF, space), out_width, 64)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_parts"])
@@ -244,12 +260,12 @@ def _select_chunk_kernel(
     low, top = _bound(peaks + row * num_parts, num_parts, topk, PARTS)
     key = sort_key(score)
     threshold = low - 1  # usually all keys that reach the bound are above this and fit
-    above, equal, upto, totals = _places(key, threshold)
+    above, equal, upto, totals = find_places(key, threshold)
     if totals & 0xFFFF > topk:
-        threshold, _ = _threshold(key, low, _eighth(low, top), totals & 0xFFFF, topk, topk)
-        above, equal, upto, totals = _places(key, threshold)
+        threshold, _ = find_threshold(key, low, eighth(low, top), totals & 0xFFFF, topk, topk)
+        above, equal, upto, totals = find_places(key, threshold)
     found = tl.minimum((totals & 0xFFFF) + ((totals >> 16) & 0xFFFF), topk)
-    live, order = _keep(above, equal, upto, topk - (totals & 0xFFFF), topk)
+    live, order = keep(above, equal, upto, topk - (totals & 0xFFFF), topk)
     kept += row * num_chunks * room
     counts += row * num_chunks
     both = (key.to(tl.int64) << 32) | place
@@ -327,6 +343,9 @@ def select_long(scores, topk, peaks, num_parts, out) -> None:
 def run(scores, topk):
     rows, width = scores.shape
     out = torch.empty(rows, min(topk, width), dtype=torch.int64, device=scores.device)
+    if rows >= MANY_ROWS:
+        import_module("dsv4.ops.attention.variants.prompt_select_triton").select(scores, topk, out)
+        return out
     if width > ONE:
         select_long(scores, topk, *_find_peaks(scores, topk), out)
         return out

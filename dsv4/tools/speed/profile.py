@@ -35,8 +35,8 @@ FAMILIES = {
         "_unpack_kernel", "_prefill_kernel",
     ),
     "index": (
-        "_scores_kernel", "_select_kernel", "_peaks_kernel", "_select_chunk_kernel",
-        "_index_kernel",
+        "_scores_kernel", "_prompt_scores_kernel", "_select_kernel", "_peaks_kernel",
+        "_select_chunk_kernel", "_select_row_kernel", "_index_kernel",
     ),
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",

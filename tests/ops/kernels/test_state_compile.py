@@ -32,7 +32,10 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_unpack_kernel": ("STG", 0),
     "_prefill_kernel": ("HGMMA", 60),  # Triton 3.9; 0 with 3.6
     "_scores_kernel": ("HGMMA|HMMA", 0),
+    # Triton 3.9, FP8 keys; 18 with 3.6, 7 of them in the loop
+    "_prompt_scores_kernel": ("HGMMA|HMMA", 85),
     "_select_kernel": ("SHFL|REDUX", 0),
+    "_select_row_kernel": ("SHFL|REDUX", 0),
     "_peaks_kernel": ("FMNMX", 0),
     "_select_chunk_kernel": ("SHFL|REDUX", 8),  # once, in the last program of a row
     "_stats_kernel": ("MUFU", 0),
@@ -51,6 +54,7 @@ PRODUCTS = {
     ("attention", "csa 32"),
     ("attention", "csa 100"),
     ("index_scores", ""),
+    ("index_scores", "prompt fp8"),
 }
 
 

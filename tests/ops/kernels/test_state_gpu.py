@@ -259,6 +259,45 @@ def test_query_rows_do_not_depend_on_the_batch(name: str) -> None:
         assert same_bits(outputs(name, part)[0], whole[row : row + 1]), row
 
 
+@pytest.mark.parametrize("index", ["fp8", "fp4"])
+def test_rows_that_share_keys_have_the_bits_of_rows_alone(
+    index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where four adjacent rows belong to two or three sequences."""
+    torch.manual_seed(14)
+    module = module_of("index_scores")
+    batch = make_ragged(
+        [90000, 700, 3, 4000], [5, 1995, 1, 333], [0, 1, 2, 3], torch.device("cuda")
+    )
+    arguments = inputs.scores_arguments(batch, 16, "cuda", index=index)
+    shared = module.run(**arguments)
+    assert batch.num_tokens >= module.SHARING * 4
+    monkeypatch.setattr(module, "SHARING", 10**9)
+    assert same_bits(shared, module.run(**arguments))
+
+
+@pytest.mark.parametrize("width", [700, 2048, 3000, 9000, 70000])
+def test_a_program_per_row_selects_what_several_do(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties, entries that are hidden, none, NaN, infinities, equal ones at any distance."""
+    torch.manual_seed(15)
+    module = module_of("index_select")
+    scores = torch.randn(300, width, device="cuda")
+    scores[100:200] = (scores[100:200] * 2).round()
+    seen = (torch.rand(300, 1, device="cuda") * (width + 1)).long()
+    scores.masked_fill_(torch.arange(width, device="cuda") >= seen, float("-inf"))
+    scores[0], scores[1], scores[2] = 0.0, float("-inf"), float("inf")
+    scores[3, ::3], scores[4, 5::2048], scores[5] = float("nan"), float("inf"), -0.0
+    for topk in (512, 1024):
+        found = module.run(scores, topk)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "MANY_ROWS", 10**9)
+            assert torch.equal(found, module.run(scores, topk))
+    wanted = OPS["index_select"].reference(scores[6:40].cpu(), 1024)
+    assert torch.equal(found[6:40].cpu(), wanted)
+
+
 @pytest.mark.parametrize(("ratio", "index"), [(4, False), (4, True), (128, False)])
 def test_compress_by_chunk_and_by_token(ratio: int, index: bool) -> None:
     torch.manual_seed(12)

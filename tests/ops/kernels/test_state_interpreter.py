@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "steps": ("begin_step", "draft_rows", "verify", "padding"),
     "fused": ("state prepare", "queries", "moe", "attention with queries"),
     "attention": ("attention", "attention variants", "unpack"),
-    "index": ("index_scores", "index_select", "select levels"),
+    "index": ("index_scores", "index_select", "select levels", "shared scores"),
     "sample": ("sample", "sample edges", "accept"),
 }
 # the same work in another format, too slow to repeat here; the GPU tests run them
@@ -427,11 +427,12 @@ def check_attention_with_queries() -> None:
 
 def check_select_levels() -> None:
     """Rows cut into chunks, with ties across their borders and hidden entries; more candidates
-    than the last program holds at a time."""
+    than the last program holds at a time. Then the same with a program for each row."""
     from dsv4.ops.attention.index import index_select_reference
+    from dsv4.ops.attention.variants import prompt_select_triton
 
     module = kernel_module("index_select")
-    module.ONE = module.CHUNK = 64
+    module.ONE = module.CHUNK = prompt_select_triton.TILE = 64
     generator = torch.Generator().manual_seed(5)
     scores = (torch.randn(4, 700, generator=generator) * 2).round()
     scores[1, 300:] = float("-inf")
@@ -442,10 +443,42 @@ def check_select_levels() -> None:
     peaked = torch.randn(2, 700, generator=generator)
     peaked[:, 100:180] += 9.0  # all of the best in two chunks
     peaked[1, 5::64] = float("inf")  # parts with nothing but ties
-    for inputs, topk, room in ((scores, 17, 64), (scores, 32, 16), (peaked, 100, 4096)):
+    short = scores[:, :60].contiguous()
+    for inputs, topk, room in (
+        (scores, 17, 64), (scores, 32, 16), (peaked, 100, 4096), (short, 17, 64)
+    ):  # fmt: skip
         module.CANDIDATES = room
-        wanted, found = index_select_reference(inputs, topk), module.run(inputs, topk)
-        compare(f"levels {topk}", wanted, found, 0.0, 0.0)
+        wanted = index_select_reference(inputs, topk)
+        for module.MANY_ROWS in (5, 2):
+            compare(f"levels {topk}", wanted, module.run(inputs, topk), 0.0, 0.0)
+
+
+def check_shared_scores() -> None:
+    """Rows that share their keys, of one sequence and of several: as their reference has them."""
+    from dsv4.ops import OPS
+    from dsv4.ops.attention.index import index_scores_reference
+    from dsv4.ops.core.ragged import make_ragged
+
+    module = kernel_module("index_scores")
+    module.SHARING = 1
+    batch = make_ragged([300, 0, 90], [7, 33, 2], [0, 1, 2], torch.device("cpu"))
+    for fmt in ("fp8", "fp4", "bf16"):
+        [case] = [c for c in OPS["index_scores"].cases() if f"{fmt} [400, 90]" in c.name or
+                  (fmt == "bf16" and c.name.startswith("bf16"))]  # fmt: skip
+        given = case.build(torch.Generator().manual_seed(7))
+        heads, _ = given["q"].shape[1:]
+        columns = -(-int(batch.ends.max()) // 32) + 1
+        pages = given["to"].pool.data.shape[0]
+        table = torch.randint(0, pages, (3, columns), generator=torch.Generator().manual_seed(8))
+        q = given["q"].bfloat16()[torch.arange(batch.num_tokens) % len(given["q"])]
+        weights = torch.randn(batch.num_tokens, heads, generator=torch.Generator().manual_seed(9))
+        to = replace(given["to"], batch=batch, table=table, topk=6)
+        wanted, found = cut_hidden(
+            index_scores_reference(q, weights, to), module.run(q.contiguous(), weights, to)
+        )
+        assert bool((found == 0).any())
+        assert bool((found.isfinite() & (found != 0)).any())
+        compare(f"shared {fmt}", wanted, found, 1e-3, 1e-3)
 
 
 def check_far_positions() -> None:
@@ -649,6 +682,7 @@ EXTRA = {
     "unpack": check_unpack,
     "attention with queries": check_attention_with_queries,
     "select levels": check_select_levels,
+    "shared scores": check_shared_scores,
     "far": check_far_positions,
     "sample edges": check_sample_edges,
     "padding": check_padding,
