@@ -49,7 +49,7 @@ SPLIT = (
     PromptTile(128, 1, 6, False, 32, 2),
 )  # fmt: skip
 EXPERT_TILES = (
-    prompt_experts.MANY, prompt_experts.FEW, prompt_experts.FEW._replace(stages=4)
+    prompt_experts.MANY, prompt_experts.FEW, prompt_experts.FEW._replace(heights=((64,),))
 )  # fmt: skip
 
 
