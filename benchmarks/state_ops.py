@@ -251,7 +251,7 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     for index in ("fp4", "fp8"):
         arguments = scores_arguments(prefill_batch(160, 9000, cpu), 512, cpu, 4, index)
         yield "index_scores", f"prompt {index}", arguments
-    for rows, width in ((1, 4096), (1, 32768), (300, 32768)):
+    for rows, width in ((1, 4096), (1, 32768), (300, 2048), (300, 32768)):
         yield "index_select", f"{rows} x {width}", {"scores": torch.zeros(rows, width), "topk": 512}
     yield "sample", "", sample_arguments(1, cpu, 129280, True)
 

@@ -42,7 +42,7 @@ COMPARE = "2026-11-17_h200_compare.jsonl"
 MEMORY = "2026-11-17_h200_memory.jsonl"
 HOST_EXPERTS = "2026-11-18_h200_experts_host.jsonl"
 SHARES = "2026-11-18_h200_experts_share.jsonl"  # with fewer experts on the GPU
-PROMPTS = "2026-11-18_h200_official_prompts.jsonl"
+PROMPTS = "2026-11-19_h200_prefill_long.jsonl"
 COMPILED = max(path.name for path in RECORDS.glob("*_kernels_compiled.jsonl"))
 TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 
@@ -330,7 +330,7 @@ def shares_picture() -> str:
 
 
 def prompts_picture() -> str:
-    """Chunks of a long prompt; the first one is of the run with more layers."""
+    """Chunks of a long prompt."""
     rows = [row for row in results(PROMPTS) if row.get("weights") == "a8"]
     rows = [row for row in rows if row["what"] == "prefill" and row["context"] == 8192]
     return position_picture([StepResult(**row) for row in rows])

@@ -97,7 +97,10 @@ LINES_IN_FILES_OF_OPS = {
         67,
         "cc17e39 45f1b5a 60558af f369d0f bf128d3",
     ),
-    "FP8 rows as trained": (109, "34848e0 aab6c0d 5bca901 fc3cc07 a7341ae 3b2cae0"),
+    "FP8 rows as trained, prompts": (
+        137,
+        "34848e0 aab6c0d 5bca901 fc3cc07 a7341ae 3b2cae0 be2488d 07f4dfd",
+    ),
 }
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
@@ -121,7 +124,8 @@ LINE_BUDGET = {
     # 360 for streams of FP8 and bf16, and of experts by a table; FP8 as bf16 in prompts
     # 730 for FP8 products on sm_90, 770 for those of prompts: kernels of matrices and of experts
     # 280 for prompts' matrices in bf16, 25 for experts with few rows
-    "ops of other issues": 5697,
+    # 310 for scores and selection of prompts, 15 for experts whose products fit their rows
+    "ops of other issues": 6022,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -173,6 +177,7 @@ LINE_BUDGET = {
 # that are told everything by one line of integers, pipeline stages, experts in host memory,
 # forms of references for few rows on a CPU, streams of weights on Hopper.
 OPS_OF_OTHER_ISSUES = (
+    "attention/variants/prompt_*.py",
     "comm/*.py",
     "core/gpu.py",
     "cpu/*.py",

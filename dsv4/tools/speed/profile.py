@@ -36,7 +36,7 @@ FAMILIES = {
     ),
     "index": (
         "_scores_kernel", "_prompt_scores_kernel", "_select_kernel", "_peaks_kernel",
-        "_select_chunk_kernel", "_select_row_kernel", "_index_kernel",
+        "_select_chunk_kernel", "_select_row_kernel", "_select_short_kernel", "_index_kernel",
     ),
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`index_select` of prompts: a program takes a whole row, and reads a long one twice.
+"""`index_select` of prompts: a program takes a whole row, and reads it twice if it is long.
 
 The first time it finds the peaks of TILE parts of the row, whose `topk`-th largest is a bound that
 the best reach and few others do; the second time it keeps what reaches it, in ascending order, and
@@ -28,6 +28,7 @@ from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
 
 TILE, WARPS = 2048, 4
+REGISTERS = 96  # of a thread; the search of a whole row takes more and is rare
 
 
 @triton.jit
@@ -100,28 +101,39 @@ def _select_row_kernel(
     scores += row * width
     kept += row * ROOM
     out += row * out_width
-    peak, place = _load_keys(scores, 0, width, TILE)
-    if width <= TILE:
-        _select_held(peak, place.to(tl.int64), out, topk, out_width)
+    peak = tl.zeros((TILE,), tl.uint32)
+    for first in tl.range(0, width, TILE):
+        peak = tl.maximum(peak, _load_keys(scores, first, width, TILE)[0])
+    low, top = find_bound(peak, topk)
+    total = _keep_reaching(scores, kept, low, width, TILE, ROOM)
+    if total <= ROOM:
+        tl.debug_barrier()  # all threads have stored
+        place = tl.arange(0, ROOM)
+        key, index = load_kept(kept, place, place < total)
+        _select_held(key, index, out, topk, out_width)
     else:
-        for first in tl.range(TILE, width, TILE):
-            peak = tl.maximum(peak, _load_keys(scores, first, width, TILE)[0])
-        low, top = find_bound(peak, topk)
-        total = _keep_reaching(scores, kept, low, width, TILE, ROOM)
-        if total <= ROOM:
-            tl.debug_barrier()  # all threads have stored
-            slot = tl.arange(0, ROOM)
-            key, index = load_kept(kept, slot, slot < total)
-            _select_held(key, index, out, topk, out_width)
-        else:
-            _select_in_row(scores, out, low, top, width, topk, out_width, TILE)
+        _select_in_row(scores, out, low, top, width, topk, out_width, TILE)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _select_short_kernel(scores, out, width, topk, out_width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    key, place = _load_keys(scores + row * width, 0, width, TILE)
+    _select_held(key, place.to(tl.int64), out + row * out_width, topk, out_width)
 
 
 def select(scores, topk, out) -> None:
     rows, width = scores.shape
+    if width <= TILE:
+        tile = max(64, triton.next_power_of_2(width))
+        _select_short_kernel[(rows,)](
+            scores, out, width, topk, out.shape[1], TILE=tile, **launch_options(max(1, tile // 512))
+        )
+        return
     room = 2 * triton.next_power_of_2(topk)
     kept = workspace(scores.device, "select_rows", rows * room, torch.int64)
     tile = max(TILE, room)
     _select_row_kernel[(rows,)](
-        scores, kept, out, width, topk, out.shape[1], TILE=tile, ROOM=room, **launch_options(WARPS)
-    )
+        scores, kept, out, width, topk, out.shape[1], TILE=tile, ROOM=room,
+        **launch_options(WARPS, maxnreg=REGISTERS),
+    )  # fmt: skip
