@@ -2,7 +2,8 @@
 """`index_scores` on a GPU: a program loops over tiles of BN entries of a token.
 
 The result has the page table's width; the reference's width depends on the data. Columns a token
-cannot see are -inf in both. Heads are summed in one tile shape for every batch.
+cannot see are -inf in both. Heads are summed in one tile shape for every batch. Rows of prompts
+share their keys (variants/prompt_scores_triton.py).
 """
 
 from importlib import import_module

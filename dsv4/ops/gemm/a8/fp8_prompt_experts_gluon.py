@@ -4,7 +4,7 @@
 A program walks over tiles of 128 weight rows by up to 256 rows of an expert, or, if experts have
 few rows, of 256 by 64. One warp copies weights, rows and their scales into a ring of buffers. Two
 or four groups of four warps multiply 64 weight rows each; they wait only for buffers, never for
-each other, so one unpacks and adds while another multiplies. A step's products have up to 128 input
+each other, so one unpacks and adds while another multiplies. A step's products have up to 64 input
 rows each, fewer in tiles with fewer rows (`heights`); the sums of one leave the tensor core while
 the next one is in it.
 
@@ -44,7 +44,7 @@ activated = gluon.jit(swiglu.fn)
 class PieceTile(NamedTuple):
     """Constants of a launch."""
 
-    heights: tuple[tuple[int, ...], ...]  # input rows of a step's products, by how many are needed
+    heights: tuple[tuple[int, ...], ...]  # input rows of a step's products; the least that fits
     groups: int  # that multiply, each by 64 weight rows
     stages: int
     registers: int  # of a multiplying thread
