@@ -24,8 +24,8 @@ from dsv4 import Engine, SamplingParams
 
 def main():
     choices = json.loads(sys.argv[1])
-    engine = Engine.load("tiny", device="cuda", max_sequences=8, max_context=2048,
-                         chunk_tokens=256, **choices)
+    engine = Engine.load(choices.pop("model", "tiny"), device="cuda", max_sequences=8,
+                         max_context=2048, chunk_tokens=256, **choices)
     text = "The quick brown fox counts: one two three four five six seven. "
     greedy = SamplingParams(max_tokens=60, temperature=0.0, logprobs=2, stop_ids=())
     drawn = SamplingParams(max_tokens=40, temperature=1.0, seed=7, logprobs=1, stop_ids=())
@@ -52,6 +52,7 @@ def answers(folder: Path, **choices: Any) -> Any:
         command, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    assert "slow reference" not in run.stderr, run.stderr[-6000:]
     line = next(line for line in run.stdout.splitlines() if line.startswith("FOUND "))
     return json.loads(line[6:])
 
@@ -74,6 +75,40 @@ def test_ranks_have_the_bits_of_one(alone: Any, layout: dict[str, Any], tmp_path
 
 def test_ranks_without_graphs(alone: Any, tmp_path: Path) -> None:
     assert answers(tmp_path, tp=2, cuda_graphs=False) == alone
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The embedded model in the official formats."""
+    folder = tmp_path_factory.mktemp("official") / "tiny"
+    command = ["convert", str(ROOT / "dsv4/models/tiny"), str(folder), "--to", "official"]
+    subprocess.run([sys.executable, "-m", "dsv4", *command], cwd=ROOT, check=True, timeout=200)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone_a8(official: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        width: answers(folder, model=official, activations=width) for width in ("a16", "a8", "auto")
+    }
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize(
+    ("width", "layout"),
+    [("auto", {"tp": 2}), ("a8", {"tp": 2}), ("a8", {"pp": 2}),
+     ("a8", {"tp": 2, "experts": "split"})],
+)  # fmt: skip
+def test_ranks_with_a8_rows(
+    official: str, alone_a8: dict[str, Any], width: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of all groups, or of the experts alone; nothing falls back to a reference."""
+    assert alone_a8["a8"] != alone_a8["auto"] != alone_a8["a16"]
+    assert answers(tmp_path, model=official, activations=width, **layout) == alone_a8[width]
 
 
 NCCL_PROGRAM = """

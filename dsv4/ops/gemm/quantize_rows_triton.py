@@ -106,7 +106,12 @@ def _store_fp4(value, rows, row, TILED: tl.constexpr):
 def a8_scale(value):
     """(exponent of the scale, its inverse) of fp32 `[groups, 128]`; the inverse is NaN if the group
     has Inf or NaN."""
-    bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    return scale_of(tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
+
+
+@triton.jit
+def scale_of(bits):
+    """`a8_scale` of a group whose largest magnitude has these bits."""
     finite = bits < 0x7F800000
     bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
     power = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8

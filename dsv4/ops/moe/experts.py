@@ -237,7 +237,7 @@ def _a8_case(tokens: int, size: int, inner: int) -> Case:
 
 
 KERNELS = tuple(
-    Kernel(f"dsv4.ops.moe.{name}_triton") for name in ("experts", "experts_scaled", "experts_a8")
+    Kernel(f"dsv4.ops.moe.{name}_triton") for name in ("experts", "experts_scaled", "a8.experts_a8")
 )
 OP = Op("experts", experts_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.moe")
 

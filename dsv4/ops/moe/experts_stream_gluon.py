@@ -44,7 +44,7 @@ def _tile_at(words, scales, tile, steps, MX: gl.constexpr):
 
 
 @gluon.jit
-def _activate_shared(
+def activate_shared(
     sums, z, rest, num_rest, part, inner, limit, RANGES: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """32 activations of the shared expert, from RANGES partial sums of its gate and up rows. Its
@@ -106,7 +106,7 @@ def up_stream(
             gdc_wait()
             gdc_launch_dependents()
             if place == 0:
-                _activate_shared(
+                activate_shared(
                     shared, z + chosen * inner, rest, num_rest, part, inner, limit, SHARED, LAYOUT
                 )
         if PLACED:  # noqa: SIM102 - a constant, then a value

@@ -19,13 +19,14 @@ FAMILIES = {
     "experts": (
         "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
         "_place_kernel", "_activate_kernel", "_own_kernel", "_gather_rows_kernel", "up_stream",
-        "down_stream",
+        "down_stream", "a8_up_stream", "a8_down_stream",
     ),
     "router": ("_gate_kernel", "_top_k_kernel"),
     "linear": (
         "_linear_kernel", "_expand_kernel", "_expand_fp8_kernel", "_few_rows_kernel",
         "_many_rows_kernel", "_quantize_kernel", "linear_stream", "stored_stream", "_a8_kernel",
         "_a8_prompt_kernel", "_a8_prompt_experts_kernel", "_a8_rows_kernel", "_prompt_kernel",
+        "a8_stream",
     ),
     "mhc": (
         "update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel",
@@ -55,7 +56,8 @@ FAMILIES = {
 
 LEFT, WIDTH, RIGHT = 70, 1000, 90
 HEAD, BAR, RATE, FOOT = 44, 20, 90, 40
-UP, DOWN = ("up_stream", "_up_kernel"), ("_down_kernel", "down_stream")
+UP = ("up_stream", "_up_kernel", "a8_up_stream")
+DOWN = ("_down_kernel", "down_stream", "a8_down_stream")
 IDLE = 0.25  # share of the read bandwidth below which memory idles
 COLORS = {
     "experts": "#d9893b", "linear": "#7aa6c2", "mhc": "#8bb174", "attention": "#b07aa1",

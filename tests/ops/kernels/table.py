@@ -34,6 +34,7 @@ ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_g
 ONLY_90 |= {"experts_stream_gluon", "stream_stored_gluon"}
 ONLY_90 |= {"fp8_product_triton", "fp8_rows_triton"}
 ONLY_90 |= {"prompt_gluon", "fp8_prompt_gluon", "fp8_prompt_experts_gluon"}
+ONLY_90 |= {"fp8_stream_gluon", "experts_a8_stream_gluon"}
 NOT_MMA = {"expand_fp8_triton"}
 ONLY_SCALED = {"scaled_product_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats

@@ -10,18 +10,27 @@ import torch
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
 NUMBERS = {  # of kernels; what the interpreter does not run is compiled by every test run
-    "prompts": {"_a8_prompt_kernel": 2, "_a8_prompt_experts_kernel": 2},
+    "gluon": {
+        "_a8_prompt_kernel": 2,
+        "_a8_prompt_experts_kernel": 2,
+        "a8_stream": 4,
+        "a8_up_stream": 1,
+        "a8_down_stream": 1,
+    },
     "all": {
         "_a8_kernel": 13,
         "_a8_rows_kernel": 3,
         "_gather_rows_kernel": 1,
         "_a8_prompt_kernel": 4,
         "_a8_prompt_experts_kernel": 4,
+        "a8_stream": 4,
+        "a8_up_stream": 1,
+        "a8_down_stream": 1,
     },
 }
 
 
-@pytest.mark.parametrize("cases", ["prompts", pytest.param("all", marks=pytest.mark.compile)])
+@pytest.mark.parametrize("cases", ["gluon", pytest.param("all", marks=pytest.mark.compile)])
 def test_kernels_compile(cases: str) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90, cases)
@@ -41,10 +50,11 @@ def test_kernels_compile(cases: str) -> None:
 
 
 def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
-    """`prompts`: of matrices, bf16 results of one range of K and fp32 ones of several;
-    of experts, up with few rows and down with many."""
+    """`gluon`: streams; of prompts' matrices, bf16 results of one range of K and fp32 ones of
+    several, of their experts, up with few rows and down with many."""
     for name, launch in all_launches():
-        if cases == "all" or ("prompt" in name and name not in ONLY_IN_ALL):
+        chosen = ("prompt" in name and name not in ONLY_IN_ALL) or "stream" in name
+        if cases == "all" or chosen:
             yield name, launch
 
 
@@ -84,6 +94,7 @@ def all_launches() -> Iterator[Launch]:
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
+    yield from stream_launches()
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
         weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)
@@ -103,3 +114,33 @@ def all_launches() -> Iterator[Launch]:
                     rows, w, o, grouped, t, **g
                 ),
             )
+
+
+def stream_launches() -> Iterator[Launch]:
+    """A ring of weights or all of them, one row or several, whole sums or ranges; experts, whose
+    shared one has two more."""
+    from dsv4.ops.gemm.a8.linear_a8_triton import stream
+    from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
+    from dsv4.ops.moe.a8.experts_a8_stream_gluon import launch
+    from dsv4.ops.moe.experts import Experts
+
+    def fp8(rows: int, columns: int) -> A8Fp8:
+        scale = torch.ones(-(-rows // 128), columns // 128)
+        return A8Fp8(torch.zeros(rows, columns, dtype=torch.float8_e4m3fn), scale)
+
+    def mxfp4(rows: int, columns: int, paired: bool) -> A8Mxfp4:
+        words = torch.zeros(2, rows // 64, columns // 128, 64, 16, dtype=torch.int32)
+        return A8Mxfp4(words, words[..., 0].clone(), torch.ones(2), rows, columns, paired)
+
+    x = torch.zeros(5, 4096, dtype=torch.bfloat16)
+    both = [fp8(1024, 4096), fp8(192, 4096)]
+    for rows in (1, 5):
+        outs = [torch.empty(rows, 1024).bfloat16(), torch.empty(rows, 192)]
+        yield f"a8 stream {rows}", lambda x=x[:rows], outs=outs: stream(x, both, outs)
+    sums = [torch.empty(8, 1, 1024)]
+    yield "a8 stream of ranges", lambda: stream(x[:1], both[:1], sums, partial=True)
+    by = Experts(
+        mxfp4(512, 4096, True), mxfp4(4096, 256, False), fp8(512, 4096), fp8(4096, 256), 10.0
+    )
+    ids, weights = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
+    yield "a8 stream of experts", lambda: launch(x[:1], ids, weights, by)

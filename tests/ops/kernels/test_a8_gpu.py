@@ -102,7 +102,7 @@ def test_rows_do_not_depend_on_their_batch() -> None:
 
 
 def test_experts_do_not_depend_on_the_height_of_their_tile() -> None:
-    from dsv4.ops.moe import experts_a8_triton as kernel
+    from dsv4.ops.moe.a8 import experts_a8_triton as kernel
 
     [case] = [c for c in OPS["experts"].cases() if "with a8 rows" in c.name and not c.small]
     arguments = copied(case.build(torch.Generator().manual_seed(1)), lambda t: t.cuda())
@@ -141,7 +141,7 @@ def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
     from dsv4.ops.gemm.weights.a8 import random_a8_fp8
-    from dsv4.ops.moe import experts_a8_triton as kernel
+    from dsv4.ops.moe.a8 import experts_a8_triton as kernel
 
     generator = torch.Generator().manual_seed(2)
     counts, dtypes = (257, 1000), (torch.bfloat16, torch.float32)
@@ -223,3 +223,65 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
             grouped = group_by_expert(chosen, 256, tile.rows)
             run = partial(prompt_experts.multiply_experts, rows, weight, found, grouped, tile)
             assert_repeats(partial(run, **more), found, wanted, f"experts, {size} results, {tile}")
+
+
+@pytest.mark.parametrize("size", [(1024, 4096), (32768, 1024), (4096, 8192), (576, 640)])
+def test_streams_have_the_bits_of_tiles(size: tuple[int, int]) -> None:
+    """Up to eight rows times several matrices in one launch, whole and as partial sums."""
+    from dsv4.ops.fused import linear_partial_sums_triton as partial_sums
+    from dsv4.ops.gemm.a8 import linear_a8_triton as kernel
+    from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import random_a8_fp8
+
+    generator = torch.Generator().manual_seed(6)
+    n, k = size
+    weights = [random_a8_fp8(rows, k, generator).to("cuda") for rows in (n, 192, n)]
+    dtypes = torch.bfloat16, torch.float32, torch.float32
+    power = torch.randint(-6, 7, (8, k // 128), generator=generator).float()
+    x = torch.randn(8, k, generator=generator) * torch.exp2(power).repeat_interleave(128, 1)
+    x[2, k - 5], x[3], x[5] = float("nan"), 0, x[5] * 1e4
+    x = x.bfloat16().cuda()
+    for first, last in ((0, 1), (2, 3), (1, 3), (0, 5), (0, 8)):
+        rows = x[first:last]
+        assert kernel.fits_stream(rows, *weights)
+        for chosen in ((0,), (0, 1, 2)):
+            outs = [
+                [torch.full((len(rows), len(weights[i].data)), 5e5, device="cuda", dtype=dtypes[i])
+                 for i in chosen] for _ in "ab"
+            ]  # fmt: skip
+            kernel.launch(rows, [weights[i] for i in chosen], outs[0])
+            for i, out in zip(chosen, outs[1], strict=True):
+                multiply_rows(make_a8_rows(rows, "test"), weights[i], out)
+            for found, wanted in zip(*outs, strict=True):
+                assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), (first, last)
+        if len(rows) == 1:
+            assert partial_sums.supports(rows, weights[0]) is None
+            found = partial_sums.run(rows, weights[0]).total()
+            assert torch.equal(found.nan_to_num(7e4), outs[1][0].nan_to_num(7e4))
+
+
+@pytest.mark.parametrize(("size", "inner"), [(4096, 2048), (1152, 640)])
+def test_a_tokens_experts_stream(size: int, inner: int) -> None:
+    """Router and experts of one token, launch after launch: the bits of the ops."""
+    from dsv4.ops.fused import router_experts_triton as fused
+    from dsv4.ops.moe.router import Gate
+
+    torch.manual_seed(9)
+    by = random_experts([1] * 16, size, inner)["by"]
+    gate = Gate(
+        torch.randn(16, size, device="cuda").bfloat16() * 0.02, torch.randn(16, device="cuda"),
+        None, 6, 1.5,
+    )  # fmt: skip
+    token = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for spread in (1.0, 1e4, 0.0, float("nan")):
+        x = torch.randn(1, size, device="cuda").bfloat16()
+        x[0, 130] *= spread
+        picked, weights = OPS["router"].kernels[0].run({"x": x, "token_ids": token, "by": gate})
+        given = {"x": x, "experts": picked, "weights": weights, "by": by}
+        [kernel] = [kernel for kernel in OPS["experts"].kernels if kernel.supports(given) is None]
+        wanted = kernel.run(given)
+        assert fused.supports(x, token, gate, by) is None
+        for _ in range(3):
+            found = fused.run(x, token, gate, by).total()
+            assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), spread

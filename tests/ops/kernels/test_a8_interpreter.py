@@ -232,7 +232,7 @@ def check_experts() -> None:
     """Cases; tiles of any height and the launches of prompts give the same bits; the shared expert
     may have matrices of both kinds."""
     from dsv4.ops.gemm.a8 import fp8_product_triton as plain
-    from dsv4.ops.moe import experts_a8_triton as kernel
+    from dsv4.ops.moe.a8 import experts_a8_triton as kernel
     from dsv4.ops.moe.experts import cases
     from tests.ops.kernels.test_weight_interpreter import compare
 

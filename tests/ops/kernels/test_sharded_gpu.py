@@ -26,14 +26,16 @@ from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4, a8_weight, random_a8, random_a8_fp8
 from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
-from dsv4.tools.bench_ops import SHAPES, random_fp4
+from dsv4.tools.bench_ops import SHAPES, random_a8_mxfp4, random_fp4
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ROWS = (1, 8, 33, 300)
 TP = (2, 4, 8)
 # hidden size, heads x head dim, query rank, output groups, inner size
@@ -45,6 +47,9 @@ def formats(rows: int, columns: int) -> Iterator[tuple[str, Weight]]:
     values = torch.randn(rows, columns, device="cuda")
     yield "fp8", Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128)
     yield "bf16", values.bfloat16()
+    if HOPPER:
+        made = Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128, activations="a8")
+        yield "a8", a8_weight(made, paired=False)  # type: ignore[misc]
 
 
 def some_rows(weight: Any, first: int, last: int, whole: int) -> Weight:
@@ -53,6 +58,9 @@ def some_rows(weight: Any, first: int, last: int, whole: int) -> Weight:
         return part_of_whole(weight[first:last].contiguous(), whole)
     if isinstance(weight, Fp8BlockTensor):
         return part_of_whole(weight.row_range(first, last), whole)
+    if isinstance(weight, A8Fp8):
+        data, scale = weight.data[first:last].contiguous(), weight.scale[first // 128 : last // 128]
+        return part_of_whole(replace(weight, data=data, scale=scale.contiguous()), whole)
     tiles = slice(first // 64, last // 64)
     packed, scale = weight.packed[tiles], weight.scale[tiles]
     return part_of_whole(replace(weight, packed=packed, scale=scale, rows=last - first), whole)
@@ -116,6 +124,8 @@ def test_groups_have_the_bits_of_the_whole(model: str) -> None:
     _, queries, _, groups, _ = MODELS[model]
     whole_rows, columns = groups * 1024, queries // groups
     for name, weight in formats(whole_rows, columns):
+        if name == "a8":  # wo_a reads its rows as they are
+            continue
         whole_weight = part_of_whole(weight, whole_rows)
         for rows in ROWS:
             x = torch.randn(rows, groups, columns, device="cuda").bfloat16()
@@ -128,7 +138,7 @@ def test_groups_have_the_bits_of_the_whole(model: str) -> None:
                 assert torch.equal(found.flatten(1), wanted), (name, rows, tp)
 
 
-@pytest.mark.parametrize("shared", ["nvfp4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("shared", ["nvfp4", "mxfp4", "fp8", *["a8"] * HOPPER])
 def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
     size, inner, count = 1024, 1152, 32
     generator = torch.Generator().manual_seed(4)
@@ -136,10 +146,14 @@ def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
     def stack(rows: int, columns: int, paired: bool, number: int | None) -> Any:
         if shared == "nvfp4":
             return random_tiled(rows, columns, generator, count=number, paired=paired).to("cuda")
+        if shared == "a8":
+            return random_a8(rows, columns, generator, count=number or 0, paired=paired).to("cuda")
         made = random_mxfp4(rows, columns, generator, count=number)
         return tile_mxfp4(made, paired=paired).to("cuda")
 
     def one(rows: int, columns: int, paired: bool) -> Any:
+        if shared == "a8":
+            return random_a8_fp8(rows, columns, generator).to("cuda")
         if shared != "fp8":
             return stack(rows, columns, paired, None)
         values = torch.randn(rows, columns, generator=generator).cuda() * 0.2
@@ -152,15 +166,30 @@ def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
     check_ranks_add_up(by, (1, 2, 8, 33, 300, 3000))
 
 
-@pytest.mark.parametrize("mx", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-def test_whole_experts_of_real_sizes_add_up(model: str, mx: bool) -> None:
-    size, inner, count = MODELS[model][0], MODELS[model][-1], ModelConfig.builtin(model).num_experts
-    by = Experts(
+KINDS = ["nvfp4", "mxfp4", *["a8"] * HOPPER]
+
+
+def experts_of(kind: str, size: int, inner: int, count: int) -> Experts:
+    if kind == "a8":
+        generator = torch.Generator().manual_seed(5)
+        return Experts(
+            random_a8_mxfp4(2 * inner, size, count, True),
+            random_a8_mxfp4(size, inner, count, False),
+            random_a8_fp8(2 * inner, size, generator).to("cuda"),
+            random_a8_fp8(size, inner, generator).to("cuda"), 10.0,
+        )  # fmt: skip
+    mx = kind == "mxfp4"
+    return Experts(
         random_fp4(2 * inner, size, count, True, mx=mx), random_fp4(size, inner, count, mx=mx),
         random_fp4(2 * inner, size, None, True, mx=mx), random_fp4(size, inner, mx=mx), 10.0,
     )  # fmt: skip
-    check_ranks_add_up(by, (1, 33))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_whole_experts_of_real_sizes_add_up(model: str, kind: str) -> None:
+    size, inner, count = MODELS[model][0], MODELS[model][-1], ModelConfig.builtin(model).num_experts
+    check_ranks_add_up(experts_of(kind, size, inner, count), (1, 33))
 
 
 def check_ranks_add_up(by: Experts, counts: tuple[int, ...], chosen: int = 6) -> None:
@@ -190,6 +219,11 @@ def check_ranks_add_up(by: Experts, counts: tuple[int, ...], chosen: int = 6) ->
 
 def some_tiles(stack: Any, part: int, of: int) -> Any:
     """A range of the rows of every matrix; of w13 of both halves, whose rows alternate by 32."""
+    if isinstance(stack, A8Mxfp4):
+        tiles = stack.words.shape[1] // of
+        own = {k: getattr(stack, k)[:, part * tiles :][:, :tiles] for k in ("words", "shifts")}
+        own = {name: value.contiguous() for name, value in own.items()}
+        return replace(stack, rows=stack.rows // of, **own)
     tiles = stack.packed.shape[1] // of
     packed, scale = (
         x[:, part * tiles :][:, :tiles].contiguous() for x in (stack.packed, stack.scale)
@@ -197,14 +231,11 @@ def some_tiles(stack: Any, part: int, of: int) -> Any:
     return replace(stack, packed=packed, scale=scale, rows=stack.rows // of)
 
 
-@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_split_experts_have_the_bits_of_whole_ones(model: str, mx: bool) -> None:
+def test_split_experts_have_the_bits_of_whole_ones(model: str, kind: str) -> None:
     size, inner, count, chosen = MODELS[model][0], MODELS[model][-1], 8, 6
-    by = Experts(
-        random_fp4(2 * inner, size, count, True, mx=mx), random_fp4(size, inner, count, mx=mx),
-        random_fp4(2 * inner, size, None, True, mx=mx), random_fp4(size, inner, mx=mx), 10.0,
-    )  # fmt: skip
+    by = experts_of(kind, size, inner, count)
     for rows in (1, 2, 33, 300):
         x = torch.randn(rows, size, device="cuda").bfloat16()
         experts = torch.rand(rows, count, device="cuda").topk(chosen).indices.sort(1).values

@@ -12,6 +12,7 @@ import torch
 from tests.ops.kernels.compiling import interpreted
 
 TP = 2
+KINDS = ("nvfp4", "mxfp4", "a8")
 
 
 @pytest.mark.parametrize("group", ["ranges", "experts", "split"])
@@ -25,12 +26,14 @@ def check_ranges(rows: int) -> None:
     from dsv4.ops.comm.sharded import linear_ranges
     from dsv4.ops.gemm.linear import linear
     from dsv4.ops.gemm.split_k import PartialSums
+    from dsv4.ops.gemm.weights.a8 import random_a8_fp8
     from dsv4.ops.gemm.weights.tiled import random_tiled
 
     generator = torch.Generator().manual_seed(rows)
     values = torch.randn(64, 512, generator=generator)
     weights: list[Any] = [random_tiled(64, 512, generator), values.bfloat16()]
     weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128)]
+    weights += [random_a8_fp8(64, 512, generator)]
     x = torch.randn(rows, 512, generator=generator).bfloat16()
     for weight in weights:
         wo_b = part_of_whole(weight, 64, 4)
@@ -44,11 +47,12 @@ def check_ranges(rows: int) -> None:
         assert torch.equal(found, linear(x, wo_b)), type(weight)
 
 
-def check_experts(rows: int, *, mx: bool) -> None:
+def check_experts(rows: int, kind: str) -> None:
     from dsv4.formats import fp8
     from dsv4.formats.quantized import Fp8BlockTensor
     from dsv4.ops.comm.own_experts import own_experts
     from dsv4.ops.comm.sharded import expert_sums, shared_expert
+    from dsv4.ops.gemm.weights.a8 import random_a8, random_a8_fp8
     from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
     from dsv4.ops.moe.experts import Experts, experts_ffn
 
@@ -56,8 +60,12 @@ def check_experts(rows: int, *, mx: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
 
     def matrix(rows: int, columns: int, paired: bool, number: int | None) -> Any:
-        if not mx:
+        if kind == "nvfp4":
             return random_tiled(rows, columns, generator, count=number, paired=paired)
+        if kind == "a8" and number is None:
+            return random_a8_fp8(rows, columns, generator)
+        if kind == "a8":
+            return random_a8(rows, columns, generator, count=number, paired=paired)
         if number is None:  # as in official checkpoints
             values = torch.randn(rows, columns, generator=generator) * 0.2
             return Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)
@@ -91,21 +99,28 @@ def check_experts(rows: int, *, mx: bool) -> None:
     assert torch.equal((added + alone).bfloat16(), experts_ffn(x, picks, weights, by))
 
 
-def check_split(rows: int, *, mx: bool) -> None:
+def check_split(rows: int, kind: str) -> None:
     from dsv4.ops.comm.sharded import combine_experts, shared_expert, split_experts
+    from dsv4.ops.gemm.weights.a8 import a8_weight, random_a8_fp8
     from dsv4.ops.gemm.weights.tiled import random_mxfp4, tile_mxfp4, tile_nvfp4
     from dsv4.ops.moe.experts import Experts, experts_ffn
 
     size, inner, count, chosen = 128, 64, 4, 2
     generator = torch.Generator().manual_seed(rows)
-    tile: Any = tile_mxfp4 if mx else tile_nvfp4
+
+    def as_a8(weight: Any, *, paired: bool = False) -> Any:
+        return a8_weight(replace(weight, activations="a8"), paired=paired)
+
+    tile: Any = {"nvfp4": tile_nvfp4, "mxfp4": tile_mxfp4, "a8": as_a8}[kind]
 
     def random(rows: int, columns: int) -> Any:
-        make = random_mxfp4 if mx else _random_nvfp4
+        make = _random_nvfp4 if kind == "nvfp4" else random_mxfp4
         return make(rows, columns, generator, count=count)
 
     w1, w3, w2 = random(inner, size), random(inner, size), random(size, inner)
     shared = tile(_join(w1, w3), paired=True)[0], tile(w2)[0]
+    if kind == "a8":
+        shared = tuple(random_a8_fp8(*s, generator) for s in ((2 * inner, size), (size, inner)))
 
     def part(rank: int, of: int) -> Any:
         """The share of a rank, or with one rank the whole."""
@@ -179,12 +194,12 @@ def main(group: str) -> None:
                 check_ranges(rows)
         elif group == "split":
             for rows in (1, 3):
-                check_split(rows, mx=False)
-                check_split(rows, mx=True)
+                for kind in KINDS:
+                    check_split(rows, kind)
         else:
             for rows in (1, 3):
-                check_experts(rows, mx=False)
-                check_experts(rows, mx=True)
+                for kind in KINDS:
+                    check_experts(rows, kind)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class A8Tile(NamedTuple):
     gather: bool  # a pair's row is its token's
     end: int  # PLAIN, SWIGLU or PAIRS
     parallel: bool  # a program per range of K
+    partial: bool  # which stores its sum by itself
     asm: bool
 
 
@@ -146,13 +147,14 @@ def _store_swiglu(acc, z, rows, live, tile, inner, weight, limit, BM: tl.constex
     tl.store(z + at, value.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_range"])
 def _a8_kernel(
     codes, x_stride, scales, scale_stride, num_rows, w, s, factors, out, size, num_columns, steps,
-    ranges, per_range, partials, counters, groups, weights, chosen, limit, T: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ranges, per_range, first_range, partials, counters, groups, weights, chosen, limit,
+    T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`size`: rows of weights, or of SwiGLU's result."""
+    """`size`: rows of weights, or of SwiGLU's result. Partial sums begin with range `first_range`,
+    and so do the rows' columns."""
     depend(DEPENDENT)
     BM: tl.constexpr = T.bm
     BN: tl.constexpr = 64 * T.tiles
@@ -181,12 +183,16 @@ def _a8_kernel(
     is_last = ranges > 0
     total = tl.zeros((BN, BM), dtype=tl.float32)
     if T.parallel:
+        first = split * per_range
+        if T.partial:
+            first += first_range * per_range
+            codes -= first_range * per_range * 128
+            scales -= first_range * per_range * scale_stride
         total = _range_sum(
             w, s, tile, live_n, codes, x_rows.to(tl.int64) * x_stride, scales, x_rows,
-            scale_stride, live, split * per_range, tl.minimum((split + 1) * per_range, steps),
-            steps, num_columns, T,
+            scale_stride, live, first, tl.minimum(first + per_range, steps), steps, num_columns, T,
         )  # fmt: skip
-        if ranges > 1:
+        if ranges > 1 and not T.partial:
             slot = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) - split
             total, is_last = dd.finish_ranges(
                 total, live, partials, counters, slot, split, ranges, BN, BM
@@ -205,6 +211,8 @@ def _a8_kernel(
         _store_swiglu(total, out, rows, live, pid * T.tiles, size, weight, limit, BM)
     else:
         to = pairs if T.end == 2 else rows
+        if T.partial:
+            to += split * num_rows
         column = pid * BN + tl.arange(0, BN)
         at = to.to(tl.int64)[None, :] * size + column[:, None]
         mask = (column < tl.where(is_last, size, 0))[:, None] & live[None, :]
@@ -222,25 +230,31 @@ def choose_rows(num_rows: float, most: int = 64) -> int:
     return next((bm for bm in (16, 32, 64) if num_rows <= bm), most)
 
 
-def multiply_rows(rows, weight, out, *, bm=None, parallel=None) -> None:
-    """`out` `[rows, n]` = a8 rows times an FP8 matrix."""
+def multiply_rows(rows, weight, out, *, bm=None, parallel=None, some=None) -> None:
+    """`out` `[rows, n]` = a8 rows times an FP8 matrix. `some`: only these ranges of K, of which the
+    rows have the columns; `out` is fp32 `[ranges, rows, n]`."""
     bm = bm or choose_rows(rows.num_rows)
     ranges, per_range = split_k(weight)
     size, columns = weight.shape
     tiles, m_tiles = triton.cdiv(size, TILE_ROWS), triton.cdiv(rows.num_rows, bm)
+    first = 0
+    if some is not None:
+        ranges, first, parallel = len(some), some.start, True
     if parallel is None:
         parallel = bm <= 32 or ranges == 1
     programs = tiles * (ranges if parallel else 1)
-    split = programs * m_tiles if parallel and ranges > 1 else 1
+    split = programs * m_tiles if parallel and ranges > 1 and some is None else 1
     partials = workspace(out.device, "a8_partials", split * bm * TILE_ROWS, torch.float32)
     counters = workspace(out.device, "a8_counters", split, torch.int32)
     tile = A8Tile(
-        bm, 1, 4, True, columns % 128 == 0, False, False, PLAIN, parallel, not interpreting()
-    )
+        bm, 1, 4, True, columns % 128 == 0, False, False, PLAIN, parallel, some is not None,
+        not interpreting(),
+    )  # fmt: skip
     _a8_kernel[(programs, m_tiles)](
         rows.codes, rows.codes.stride(0), rows.scales, rows.scales.stride(0), rows.num_rows,
-        weight.data, weight.scale, weight.scale, out, size, columns, rows.num_steps, ranges,
-        per_range, partials, counters, (out,), out, 1, 0.0, T=tile,
+        weight.data, weight.scale, weight.scale, out, size, columns,
+        triton.cdiv(columns, 128), ranges, per_range, first, partials, counters, (out,), out, 1,
+        0.0, T=tile,
         **dependent_options(out.device, WARPS, early=rows.num_rows <= EARLY_ROWS),
     )  # fmt: skip
 
@@ -253,11 +267,11 @@ def multiply_experts(
     each token has one, otherwise each sorted pair. `tiles` of 64 weight rows per program."""
     up = weights is not None
     end = SWIGLU if up else PAIRS
-    tile = A8Tile(bm, tiles, 4, False, True, True, chosen > 0, end, True, not interpreting())
+    tile = A8Tile(bm, tiles, 4, False, True, True, chosen > 0, end, True, False, not interpreting())
     steps = weight.num_steps
     _a8_kernel[(weight.words.shape[1] // tiles, grouped.num_tiles)](
         rows.codes, rows.codes.stride(0), rows.scales, rows.scales.stride(0), rows.num_rows,
         weight.words, weight.shifts, weight.factor, out, out.shape[1], weight.columns, steps, 1,
-        steps, out, out, grouped.groups, out if weights is None else weights, max(chosen, 1), limit,
-        T=tile, **dependent_options(out.device, WARPS, early=len(out) <= EARLY_PAIRS),
+        steps, 0, out, out, grouped.groups, out if weights is None else weights, max(chosen, 1),
+        limit, T=tile, **dependent_options(out.device, WARPS, early=len(out) <= EARLY_PAIRS),
     )  # fmt: skip

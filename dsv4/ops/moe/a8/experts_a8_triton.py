@@ -5,7 +5,8 @@ Pairs are sorted by expert and split into tiles, which gather the quantised rows
 The first product clamps, activates, weights and rounds to bf16, one launch quantises the result,
 and the second writes each pair's row. Rows are summed in the order of a token's experts, the shared
 one last. In prompts (gemm/a8/fp8_prompt_experts_gluon.py) each pair has its own copy of its token's
-quantised row, next to those of its expert.
+quantised row, next to those of its expert. A single token's experts, after its router, are
+experts_a8_stream_gluon.py.
 """
 
 from importlib import import_module
@@ -39,18 +40,37 @@ def weights_reason(x, by) -> str | None:
     return reason or a8_reason(x.device)
 
 
+def fits_stream(x, by) -> bool:
+    """Whether `experts_a8_stream_gluon` runs a single token's experts."""
+    if weights_reason(x, by) is not None or x.shape[0] != 1 or not fits_prompts(by.w13, by.w2):
+        return False
+    return linear_a8_triton.fits_stream(x, by.shared_w13, by.shared_w2) and (
+        by.shared_w2.shape[1] == by.w2.columns
+    )
+
+
 def run(x, experts, weights, by, bm=None):
     """`bm`: rows per tile, for tests."""
+    sums, extra = partial_sums(x, experts, weights, by, bm=bm)
+    y = torch.empty_like(x)
+    combine(sums, extra, y, experts.shape[1], early=x.shape[0] <= EARLY_ROWS)
+    return y
+
+
+def partial_sums(x, experts, weights, by, *, with_shared=True, bm=None, gather=None):
+    """fp32 `[tokens, chosen, 1, size]` in a workspace, undefined for experts below zero, and the
+    shared expert's result, if wanted. `gather`: see `split_experts`."""
     chosen, w13, w2 = experts.shape[1], by.w13, by.w2
-    num_pairs, inner, num_experts = experts.numel(), w2.columns, w2.shape[0]
+    num_pairs, inner, num_experts = experts.numel(), w13.rows // 2, w2.shape[0]
     early = x.shape[0] <= EARLY_ROWS
     z = workspace(x.device, "experts_z", num_pairs * inner, torch.bfloat16)
     z = z[: num_pairs * inner].view(num_pairs, inner)
-    partial_sums = workspace(x.device, "a8_partial_sums", num_pairs * w2.rows, torch.float32)
-    partial_sums = partial_sums[: num_pairs * w2.rows].view(num_pairs, w2.rows)
-    extra = _separate_output(x, by)  # first: it may quantise its own rows in the same workspace
+    sums = workspace(x.device, "a8_partial_sums", num_pairs * w2.rows, torch.float32)
+    sums = sums[: num_pairs * w2.rows].view(num_pairs, w2.rows)
+    # first: it may quantise its own rows in the same workspace
+    extra = _separate_output(x, by) if with_shared else None
     rows = make_a8_rows(x, "a8_rows")
-    if extra is None:
+    if extra is None and with_shared:
         extra = _shared_output(rows, by)
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_experts_gluon")
@@ -58,8 +78,8 @@ def run(x, experts, weights, by, bm=None):
         grouped = group_by_expert(experts, num_experts, tile.rows)
         rows = gather_rows(rows, grouped.groups, chosen, "a8_pairs")
         prompt.multiply_experts(rows, w13, z, grouped, tile, weights=weights, limit=by.limit)
-        rows = make_a8_rows(z, "a8_pairs", copies=COPIES)
-        prompt.multiply_experts(rows, w2, partial_sums, grouped, tile)
+        rows = make_a8_rows(z if gather is None else gather(z), "a8_pairs", copies=COPIES)
+        prompt.multiply_experts(rows, w2, sums, grouped, tile)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)
         grouped = group_by_expert(experts, num_experts, bm, early=early)
@@ -67,11 +87,9 @@ def run(x, experts, weights, by, bm=None):
         multiply_experts(
             rows, w13, z, grouped, bm, weights=weights, chosen=chosen, limit=by.limit, **more
         )
-        rows = make_a8_rows(z, "a8_pairs")
-        multiply_experts(rows, w2, partial_sums, grouped, bm, **more)
-    y = torch.empty_like(x)
-    combine(partial_sums, extra, y, chosen, early=early)
-    return y
+        rows = make_a8_rows(z if gather is None else gather(z), "a8_pairs")
+        multiply_experts(rows, w2, sums, grouped, bm, **more)
+    return sums.view(*experts.shape, 1, w2.rows), extra
 
 
 def _separate_output(x, by):
