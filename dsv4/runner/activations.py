@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from dsv4.checkpoint.sources import Source
 from dsv4.checkpoint.stored_matrix import StoredFormat
-from dsv4.formats.spec import WIDTHS, Activations
+from dsv4.formats.spec import FP8_BLOCK, WIDTHS, Activations
 
 GROUPS = ("attention", "shared expert", "routed experts")
 # sm_100, sm_120 and their families multiply block-scaled operands, sm_90 multiplies FP8 ones
 HOPPER, DATA_CENTER, WORKSTATION = 9, 10, 12
+OFFICIAL = {"shared expert": "fp8", "routed experts": "mxfp4"}
 NOT_DEFAULT = {
-    HOPPER: "a8 on sm_90 has faster prompts than a16 but not faster tokens; ask for it",
+    HOPPER: "on sm_90 `auto` is a8 for experts in the official formats, FP8 and MXFP4, alone",
     WORKSTATION: "a8 and a4 compile for sm_120 but nobody has run them; ask for them",
 }
 OLDEST_TRITON = (3, 6)
@@ -28,6 +29,9 @@ NATIVE_AUTO: dict[str, Activations] = {
     "shared expert": "a8",
     "routed experts": "a16",
 }
+
+# The same on sm_90, for experts in the official formats.
+HOPPER_AUTO = NATIVE_AUTO | {"routed experts": "a8"}
 
 # The official model rounds the input of every FP8 matrix to a8 but this one's.
 UNROUNDED = "attn.wo_a.weight"
@@ -48,6 +52,7 @@ class GpuFacts:
     capability: tuple[int, int]
     triton: tuple[int, int]
     driver: tuple[int, int]
+    official: bool = False  # the checkpoint's experts are in the official formats
 
     def missing(self, width: str) -> str | None:
         """Why this GPU has no native products at this width; `auto`: at any."""
@@ -83,6 +88,8 @@ def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
             )
         if missing is None and gpu.capability[0] == DATA_CENTER:
             return ActivationChoice(NATIVE_AUTO, "the accuracy table in docs/numerics.md")
+        if missing is None and gpu.capability[0] == HOPPER and gpu.official:
+            return ActivationChoice(HOPPER_AUTO, "the rule for sm_90 in docs/numerics.md")
         why = missing or NOT_DEFAULT[gpu.capability[0]]
         return ActivationChoice(dict.fromkeys(GROUPS, "a16"), why)
     if missing is None or asked == "a16":
@@ -90,6 +97,15 @@ def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
         return ActivationChoice(dict.fromkeys(GROUPS, _width(asked)), how)
     refused = f"activations={asked} cannot be had, a16 is used: {missing}"
     return ActivationChoice(dict.fromkeys(GROUPS, "a16"), missing, refused)
+
+
+def are_official(sources: Iterable[Source]) -> bool:
+    """Whether all experts are in the official formats."""
+    experts = [s for s in sources if s.parameter.kind == "linear" and s.parameter.group in OFFICIAL]
+    tiles = ((0, 0), (FP8_BLOCK, FP8_BLOCK))  # MXFP4 has none
+    return bool(experts) and all(
+        s.format == OFFICIAL[s.parameter.group] and s.stored.tile in tiles for s in experts
+    )
 
 
 def width_of(source: Source, widths: dict[str, Activations]) -> Activations:

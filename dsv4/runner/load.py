@@ -31,6 +31,7 @@ from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import Team
 from dsv4.runner.activations import (
     GpuFacts,
+    are_official,
     choose_activations,
     describe,
     fallbacks,
@@ -106,7 +107,8 @@ class PreparedModel:
         chosen = f"{self.layout_why}; " if self.layout_why else ""
         fullest = " on the fullest" * (world > 1)
         dp = ", attention dp" * self.layout.data_attention
-        why = choose_activations(self.choices.activations, self.gpu).why
+        choice = choose_activations(self.choices.activations, self.gpu)
+        why = choice.why if s.activations == choice.widths else "as experts in host memory need"
         sources, where = self.checkpoint.sources.items(), s.device
         weights = {name: one.nbytes if on_cpu else one.gpu_bytes for name, one in sources}
         if world > 1:
@@ -146,7 +148,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         log.warning("%s", finding)
     choices = replace(choices, device=usable_device(choices.device))
     has_gpu = torch.cuda.is_available()
-    gpu, devices = find_gpu(choices.device), find_devices(choices.device)
+    gpu, devices = find_gpu(choices.device, checkpoint), find_devices(choices.device)
     sizes = WeightSizes(
         config, {name: source.gpu_bytes for name, source in checkpoint.sources.items()}
     )
@@ -270,8 +272,8 @@ def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Wei
     return w13[0], w2[0]
 
 
-def find_gpu(device: str) -> GpuFacts | None:
-    """The GPU facts that decide on low-precision products; None for a CPU."""
+def find_gpu(device: str, checkpoint: Checkpoint | None = None) -> GpuFacts | None:
+    """The facts that decide on low-precision products with these weights; None for a CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     numbers = metadata.version("triton").split(".")
@@ -279,6 +281,7 @@ def find_gpu(device: str) -> GpuFacts | None:
         torch.cuda.get_device_capability("cuda" if device == "auto" else device),
         (int(numbers[0]), int(numbers[1])),
         driver_version(),
+        checkpoint is not None and are_official(checkpoint.sources.values()),
     )
 
 

@@ -26,8 +26,10 @@ from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.request import SamplingParams
 from dsv4.runner.activations import (
     GROUPS,
+    HOPPER_AUTO,
     NATIVE_AUTO,
     GpuFacts,
+    are_official,
     choose_activations,
     describe,
     width_of,
@@ -76,7 +78,7 @@ def opened(folder: Path) -> Checkpoint:
         ("auto", None, "a16", "CPU"),
         ("a16", None, "a16", "chosen"),
         ("a4", None, "a4", "references round"),
-        ("auto", HOPPER, "a16", "a8 on sm_90 has faster prompts than a16"),
+        ("auto", HOPPER, "a16", "for experts in the official formats"),
         ("a8", HOPPER, "a8", "chosen"),
         ("a8", replace(HOPPER, driver=(12, 4)), "a8", "chosen"),
         ("auto", GpuFacts((8, 9), (3, 6), (13, 0)), "a16", "sm_89 has no tensor cores"),
@@ -96,6 +98,19 @@ def test_the_choice_and_its_reason(asked: str, gpu: GpuFacts | None, width: str,
 def test_auto_follows_the_table_where_products_are_native() -> None:
     assert choose_activations("auto", BLACKWELL).widths == NATIVE_AUTO
     assert "docs/numerics.md" in choose_activations("auto", BLACKWELL).why
+    on_hopper = choose_activations("auto", replace(HOPPER, official=True))
+    assert on_hopper.widths == HOPPER_AUTO
+    assert "docs/numerics.md" in on_hopper.why
+    old = choose_activations("auto", replace(HOPPER, triton=(3, 5), official=True))
+    assert set(old.widths.values()) == {"a16"}
+
+
+def test_official_formats_are_those_of_all_experts(folders: dict[str, Path]) -> None:
+    found = {
+        name: are_official(opened(folder).sources.values()) for name, folder in folders.items()
+    }
+    assert [name for name, official in found.items() if official] == ["official"]
+    assert not are_official([])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +166,7 @@ def test_what_is_prepared_says_what_and_why_and_is_what_runs(folders: dict[str, 
     sizes = f"{engine.settings.max_sequences} sequences of {engine.settings.max_context:,} tokens"
     assert sizes in str(prepared)
     on_hopper = str(replace(prepared, gpu=HOPPER))
-    assert "activations a16: a8 on sm_90 has faster prompts than a16" in on_hopper
+    assert "activations a16: on sm_90 `auto` is a8 for experts in the official" in on_hopper
 
 
 def told(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, caplog: Any) -> list[str]:

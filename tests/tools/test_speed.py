@@ -18,6 +18,7 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.request import SamplingParams
+from dsv4.runner.activations import GROUPS
 from dsv4.tools.bench_ops import Ceilings
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named, weight_bytes
 from dsv4.tools.speed.expert_memory import PlacedBench
@@ -275,7 +276,7 @@ def test_prefill_operations() -> None:
 def test_tokens_before_a_chunk_add_attention_and_scores() -> None:
     """By hand, where every window is full and selection has all it takes; with a8 the same."""
     c, tokens, far = shape_config("flash", None), 512, 100_000
-    for a8 in (False, True):
+    for a8 in ((), GROUPS):
         near, late = (prefill_flops(c, tokens, far * n, a8=a8) for n in (1, 2))
         scores = c.num_layers_of("csa") * far / 4 * c.index_num_heads * c.index_head_dim * 2
         entries = c.num_layers_of("hca") * far / 128 * c.num_heads * c.head_dim * 4
@@ -288,12 +289,12 @@ def test_a8_halves_products_of_the_matrices_that_become_fp8() -> None:
     c, tokens, half = shape_config("flash", 4), 512, 0.0
     fp8 = set()
     for name, parameter in parameters(c).items():
-        weight = official_weight(name, parameter, c, torch.device("meta"), a8=True)
+        weight = official_weight(name, parameter, c, torch.device("meta"), GROUPS)
         if isinstance(weight, A8Fp8 | A8Mxfp4):
             routed = c.num_experts_per_tok if ".ffn.experts." in name else 1
             half += tokens * routed * math.prod(parameter.shape[-2:])
             fp8.add(name.split(".", 2)[2])
-    saved = prefill_flops(c, tokens) - prefill_flops(c, tokens, a8=True)
+    saved = prefill_flops(c, tokens) - prefill_flops(c, tokens, a8=GROUPS)
     assert saved == pytest.approx(half)
     assert fp8 == {
         "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_b.weight",

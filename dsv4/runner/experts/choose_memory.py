@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
+from dsv4.runner.activations import HOPPER_AUTO
 from dsv4.runner.experts.budget import ExpertBudget, fit_experts
 from dsv4.runner.settings import GPU_CHUNK, Settings, step_bytes
 from dsv4.util.sizes import size_text
@@ -54,7 +55,9 @@ def choose_experts(
 ) -> ExpertChoice:
     """For one GPU with `free` of `total` bytes free."""
     tokens = choices.chunk_tokens or GPU_CHUNK
-    step = step_bytes(total, config, tokens, choices.activations)
+    # `auto` may be a8, with all experts on the GPU
+    rows = "a8" if choices.activations == "auto" else choices.activations
+    step = step_bytes(total, config, tokens, rows)
     left = free - weights.total - step
     asked = choices.expert_bytes
     if not asked:
@@ -93,7 +96,9 @@ def choose_experts(
     room = asked or room - settings.geometry(config).state_bytes(*sizes)
     counts = config.num_layers, config.num_experts, weights.block(config)
     budget = fit_experts(room, *counts, config.num_experts_per_tok)
-    return ExpertChoice(settings if budget is None else _without_few_bits(settings), budget, room)
+    if budget is not None:
+        settings = _without_few_bits(settings)
+    return ExpertChoice(settings, budget, room)
 
 
 def _all_resident(
@@ -131,8 +136,12 @@ def _beside_experts(
 
 
 def _without_few_bits(settings: Settings) -> Settings:
-    """Kernels that read expert tables use 16-bit activations."""
-    return replace(settings, activations={**settings.activations, "routed experts": "a16"})
+    """Kernels that read expert tables use 16-bit activations. By default the shared expert on sm_90
+    then does, too: it streams between them."""
+    widths = {**settings.activations, "routed experts": "a16"}
+    if settings.activations == HOPPER_AUTO:
+        widths["shared expert"] = "a16"
+    return replace(settings, activations=widths)
 
 
 def choose_on_cpu(

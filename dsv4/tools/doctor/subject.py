@@ -25,7 +25,7 @@ from dsv4.model.weights import Weights
 from dsv4.ops import engine_ops
 from dsv4.parallel.comm import SingleRankComm
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.activations import width_of
+from dsv4.runner.activations import GpuFacts, width_of
 from dsv4.runner.load import find_gpu, read_weights, tell_activations
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings, available_memory, resolve, wants_one_thread
@@ -84,7 +84,9 @@ def num_tokens(config: ModelConfig, wanted: int | None) -> int:
     return count
 
 
-def make_settings(config: ModelConfig, choices: EngineConfig, count: int) -> Settings:
+def make_settings(
+    config: ModelConfig, choices: EngineConfig, count: int, gpu: GpuFacts | None = None
+) -> Settings:
     """The user's settings, with the state of a few sequences of `count` tokens."""
     fixed = {
         "max_context": count,
@@ -98,7 +100,7 @@ def make_settings(config: ModelConfig, choices: EngineConfig, count: int) -> Set
         config,
         has_gpu=torch.cuda.is_available(),
         memory_bytes=available_memory() // 2,
-        gpu=find_gpu(choices.device),
+        gpu=gpu,
     )
 
 
@@ -120,11 +122,12 @@ def open_subject(
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_folder(folder)
     token_ids = prompt_ids(config, tokenizer, prompt, tokens)
-    settings = make_settings(config, choices, len(token_ids))
+    gpu = find_gpu(choices.device, checkpoint)
+    settings = make_settings(config, choices, len(token_ids), gpu)
     if wants_one_thread(settings.device, config):
         torch.set_num_threads(1)
     with engine_ops(settings.ops).active():
-        tell_activations(checkpoint, choices.activations, find_gpu(choices.device))
+        tell_activations(checkpoint, choices.activations, gpu)
     if stream is None:
         stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
     dtype = getattr(torch, settings.dtype)

@@ -4,7 +4,7 @@ The shapes are those of `flash` or `pro` with fewer layers. Values are finite an
 affect speed only through routing, so the experts that a step really visits are counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -23,7 +23,7 @@ from dsv4.ops.gemm.weights.a8 import A8Fp8
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.sample.draft_rows import BLOCK
-from dsv4.runner.activations import GROUPS, UNROUNDED
+from dsv4.runner.activations import GROUPS, HOPPER_AUTO, UNROUNDED
 from dsv4.runner.buffers import StepBuffers
 from dsv4.runner.forward import forward, sample_tokens, sample_verified
 from dsv4.runner.step.line import step_line
@@ -31,7 +31,8 @@ from dsv4.runner.step.shape import StepShape
 from dsv4.tools.bench_ops import random_a8_mxfp4, random_fp4
 from dsv4.tools.plan_weights import scheme_named
 
-WEIGHTS = ("nvfp4", "official", "a8")  # the last: official weights, rows of FP8 on sm_90
+# official weights: with rows of bf16, and on sm_90 with rows of FP8, everywhere or as by default
+WEIGHTS = ("nvfp4", "official", "a8", "auto")
 POOL_BYTES = 3 * 10**8  # per layer: many times the L2 cache; sequences share pages
 
 
@@ -107,24 +108,35 @@ def random_model(
         table = random_table(config, device)
     else:
         table = {
-            name: official_weight(name, parameter, config, device, a8=weights == "a8")
+            name: official_weight(name, parameter, config, device, groups_with_a8(weights))
             for name, parameter in parameters(config).items()
         }
     sizes = {name: weight.nbytes for name, weight in table.items()}
     return Transformer(config, table, torch.bfloat16), sizes
 
 
+def groups_with_a8(weights: str) -> Collection[str]:
+    """Groups whose rows have few bits."""
+    if weights == "auto":
+        return [group for group, width in HOPPER_AUTO.items() if width == "a8"]
+    return GROUPS if weights == "a8" else ()
+
+
 def official_weight(
-    name: str, parameter: Parameter, config: ModelConfig, device: torch.device, *, a8: bool = False
+    name: str,
+    parameter: Parameter,
+    config: ModelConfig,
+    device: torch.device,
+    a8: Collection[str] = (),
 ) -> Weight:
-    """In the format of the official checkpoint. `a8`: for FP8 rows on sm_90, in the matrices
-    where the engine has them; the indexer's input stays as it is."""
+    """In the format of the official checkpoint. `a8`: groups with FP8 rows on sm_90, in the
+    matrices where the engine has them."""
     *lead, rows, columns = (0, *parameter.shape)
     label = scheme_named("official").format_of(name, parameter)
     if parameter.kind != "linear" or label not in ("mxfp4", "fp8", "bf16"):
         return random_weight(name, parameter, config, device)
     sizes = rows, columns, lead[-1], name.endswith("w13"), device
-    if label == "mxfp4" and a8:
+    if label == "mxfp4" and parameter.group in a8:
         return random_a8_mxfp4(*sizes)
     if label == "mxfp4":
         weight: Weight = random_fp4(*sizes, mx=True)
@@ -135,7 +147,7 @@ def official_weight(
     codes |= torch.randint_like(codes, 0, 2) << 7
     values = codes.view(torch.float8_e4m3fn)
     grid = ceil(rows / FP8_BLOCK), ceil(columns / FP8_BLOCK)
-    if a8 and parameter.group in GROUPS and not name.endswith(UNROUNDED):
+    if parameter.group in a8 and not name.endswith(UNROUNDED):
         return A8Fp8(values, torch.full(grid, 2.0**-13, device=device))
     scale = torch.full(grid, 114, dtype=torch.uint8, device=device)  # 2^-13
     return Fp8BlockTensor(values, scale, FP8_BLOCK)
@@ -281,13 +293,13 @@ def step_bytes(
 
 
 def prefill_flops(
-    config: ModelConfig, tokens: int, position: int = 0, *, a8: bool = False
+    config: ModelConfig, tokens: int, position: int = 0, *, a8: Collection[str] = ()
 ) -> float:
     """FLOPs of a prompt's tokens from `position` on: products with weights, and attention over the
-    average number of visible entries. `a8`: FP8 products, twice as fast, count half; those of
-    `wo_a`, compressors and the indexer stay as they are."""
+    average number of visible entries. `a8`: groups with FP8 products, which are twice as fast and
+    count half; those of `wo_a`, compressors and the indexer stay as they are."""
     c = config
-    weights, rate = 0.0, 0.5 if a8 else 1.0
+    weights, (rate, shared, routed) = 0.0, (0.5 if group in a8 else 1.0 for group in GROUPS)
     middle = position + tokens / 2
     for kind in c.kinds:
         weights += rate * c.q_lora_rank * (c.hidden_size + c.num_heads * c.head_dim)
@@ -299,8 +311,8 @@ def prefill_flops(
             weights += 4 * c.hidden_size * (c.head_dim + c.index_head_dim)
             weights += c.q_lora_rank * c.index_num_heads * c.index_head_dim
         weights += c.num_experts * c.hidden_size
-        chosen = c.num_experts_per_tok + 1
-        weights += rate * 3 * chosen * c.hidden_size * c.moe_intermediate_size
+        chosen = routed * c.num_experts_per_tok + shared
+        weights += 3 * chosen * c.hidden_size * c.moe_intermediate_size
     flops = 2.0 * tokens * weights
     for kind in c.kinds:
         seen = float(min(position + tokens, c.sliding_window))

@@ -13,6 +13,7 @@ from dsv4.tools.bench_ops import Ceilings
 from dsv4.tools.speed.model import (
     FilledState,
     filled_state,
+    groups_with_a8,
     prefill_flops,
     shape_config,
     step_bytes,
@@ -52,7 +53,7 @@ def time_prompt(bench: Bench, tokens: int, position: int) -> StepResult:
         ("prefill", 1, tokens, tokens),
         (statistics.median(times), max(times) - min(times), 0.0),
         {**families, "attention": 0.0, "index": 0.0},
-        prefill_flops(bench.config, tokens, position, a8=bench.weights == "a8"),
+        prefill_flops(bench.config, tokens, position, a8=groups_with_a8(bench.weights)),
         kernels=profile.num_kernels,
         family_us={k: round(v, 1) for k, v in profile.share_us.items()},
     )
