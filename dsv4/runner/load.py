@@ -268,8 +268,7 @@ def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Wei
     names = [f"layers.0.ffn.experts.{name}" for name in ("w13", "w2")]
     select = Selection(names=frozenset(names), experts=range(1))
     found = read_weights(checkpoint, settings, select)
-    w13, w2 = (found[name] for name in names)
-    return w13[0], w2[0]
+    return found[names[0]][0], found[names[1]][0]
 
 
 def find_gpu(device: str, checkpoint: Checkpoint | None = None) -> GpuFacts | None:
