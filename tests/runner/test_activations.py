@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from dsv4.runner.activations import (
     describe,
     width_of,
 )
+from dsv4.runner.experts.choose_memory import WeightBytes, choose_experts
 from dsv4.runner.load import prepare, tell_activations
-from dsv4.runner.settings import resolve
+from dsv4.runner.settings import Settings, resolve
 from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.subject import open_subject
 from dsv4.tools.formulas import as_multiplied, expert
@@ -139,6 +141,32 @@ def test_settings_hold_the_widths() -> None:
     assert resolve(on_cpu, config, gpu=BLACKWELL, **facts).activations_text == "a16"
     mixed = replace(settings, activations={**settings.activations, "attention": "a8"})
     assert "attention a8/shared expert a4" in str(mixed)
+
+
+def test_experts_in_host_memory_keep_their_rows_by_default() -> None:
+    """An H200 holds most of Flash: what it reads by a table has 16-bit rows, and so has the rest.
+    With `a8` asked for, only routed experts keep them."""
+    config, gpu = ModelConfig.builtin("flash"), replace(HOPPER, official=True)
+    facts: dict[str, Any] = {"has_gpu": True, "gpu": gpu}
+
+    def settings(asked: str, free: int) -> Settings:
+        choices = EngineConfig.make(activations=asked)
+        sizes = WeightBytes(156 * 10**9, 145 * 10**9, frozenset(["mxfp4"]))
+        resolved = partial(_resolved, config, facts)
+        found = choose_experts(choices, config, sizes, free, free, resolved)
+        assert (found.budget is None) == (free > 150 * 10**9)
+        return found.settings
+
+    assert settings("auto", 190 * 10**9).activations == HOPPER_AUTO
+    assert settings("auto", 140 * 10**9).activations_text == "a16"
+    found = settings("a8", 140 * 10**9).activations
+    assert found == {"attention": "a8", "shared expert": "a8", "routed experts": "a16"}
+
+
+def _resolved(
+    config: ModelConfig, facts: dict[str, Any], choices: EngineConfig, memory: int
+) -> Settings:
+    return resolve(choices, config, memory_bytes=memory, **facts)
 
 
 def test_an_unknown_width_is_refused() -> None:
