@@ -210,7 +210,7 @@ def a8_stream(
 
 
 def multiply(x, weights, outs, *, partial=False) -> None:
-    """`outs` `[rows, n]` = rows `x` times FP8 matrices, as `streams_a8` allows. `partial`: outs are
+    """`outs` `[rows, n]` = rows `x` times FP8 matrices that `fits_stream` allows. `partial`: outs are
     fp32 `[ranges, rows, n]`."""
     num_rows, columns = x.shape
     splits = [split_k(w) for w in weights]
