@@ -210,8 +210,8 @@ def a8_stream(
 
 
 def multiply(x, weights, outs, *, partial=False) -> None:
-    """`outs` `[rows, n]` = rows `x` times FP8 matrices that `fits_stream` allows. `partial`: outs are
-    fp32 `[ranges, rows, n]`."""
+    """`outs` `[rows, n]` = rows `x` times FP8 matrices that `fits_stream` allows. `partial`: outs
+    are fp32 `[ranges, rows, n]`."""
     num_rows, columns = x.shape
     splits = [split_k(w) for w in weights]
     programs = [w.shape[0] // 64 * count for w, (count, _) in zip(weights, splits, strict=True)]
