@@ -3,6 +3,7 @@
     python scripts/measure_activations.py --out activations.jsonl             # 15 workers, 150 s
     python scripts/measure_activations.py --out trial.jsonl --workers 2 --skills facts
     python scripts/measure_activations.py --out some.jsonl --modules "all,attention"
+    python scripts/measure_activations.py --out both.jsonl --modules "attention and shared expert"
     python scripts/measure_activations.py --out official.jsonl --model FOLDER --widths a8
 
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
@@ -47,6 +48,7 @@ HOLDERS = {  # module groups: where their weights are in a block
     "routed experts": ("experts", ("w13", "w2")),
 }
 VARIANTS = [("a16", "all"), *((w, g) for w in ("a8", "a4") for g in ("all", *GROUPS))]
+TOGETHER = " and "  # between groups that have the same width
 DOCUMENTS = ("retrieval 8000", "retrieval 2000", "updates 2000")  # and their lengths in tokens
 UPDATES = 4  # per round: each needs its own document
 MOST_ROUNDS = 20
@@ -84,7 +86,7 @@ def engine_for(model: str, width: str, group: str) -> Engine:
     engine = Engine.load(model, device="cpu", activations="a4")
     for block in engine._runner.model.blocks:
         for name, (holder, weights) in HOLDERS.items():
-            own = width if group in ("all", name) else "a16"
+            own = width if group == "all" or name in group.split(TOGETHER) else "a16"
             module = block.attention if holder == "attention" else block.ffn.experts
             stored = {key: getattr(module, key) for key in weights}
             # wo_a is never rounded to a8 (runner/activations.py): in FP8 it was read as numbers
@@ -147,7 +149,9 @@ def jobs(
 def chosen(modules: list[str], widths: list[str]) -> list[tuple[str, str]]:
     """Variants of these modules and widths, or all if none are named; a16 always."""
     widths = ["a16", *widths] if widths else ["a16", "a8", "a4"]
-    return [(w, g) for w, g in VARIANTS if w in widths and (not modules or g in modules)]
+    several = [(w, g) for w in widths[1:] for g in modules if TOGETHER in g]
+    known = [*VARIANTS, *several]
+    return [(w, g) for w, g in known if w in widths and (not modules or g in modules)]
 
 
 def common(results: list[Result], variants: list[tuple[str, str]]) -> list[Result]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsv4.formats.quantized import activations_of
-from dsv4.runner.activations import GROUPS, NATIVE_AUTO
+from dsv4.runner.activations import GROUPS, HOPPER_AUTO, NATIVE_AUTO
 from dsv4.tools.quality.measure import read_items
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_numerics_has_the_table_of_official_formats(script: ModuleType) -> None:
     rows = [line["result"] for line in lines if "result" in line]
     assert script.table(rows) in (ROOT / "docs" / "numerics.md").read_text()
     found = script.default(rows)
-    assert found == {"attention": "a16", "shared expert": "a8", "routed experts": "a8"}
+    assert found == HOPPER_AUTO == {**NATIVE_AUTO, "routed experts": "a8"}
 
 
 def test_only_prompts_that_all_variants_answered_count(script: ModuleType) -> None:
