@@ -6,7 +6,7 @@
     python scripts/gpu_check.py --out DIR ops state compare parallel slices
     python scripts/gpu_check.py --out DIR confirm                   # these: one call each
     python scripts/gpu_check.py --out DIR --beside OTHER beside     # OTHER: another commit's tree
-    python scripts/gpu_check.py --out DIR drafts | skills | one_gpu | a8 | a8_trials
+    python scripts/gpu_check.py --out DIR drafts | skills | one_gpu | a8 | a8_trials | ranks_a8
 
 A part that fails or runs out of time does not stop the others; what it wrote stays. Each takes less
 than ten minutes. An OTHER in a folder that git ignores, like build/beside, can be carried along:

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = ROOT / "build" / "rounds"  # of `beside`; collected in one record
 PART_LIMIT_S = 560.0  # a part must fit in ten minutes, with its start
-KERNELS = "tests/ops/kernels"
+KERNELS, RANKS = "tests/ops/kernels", "tests/parallel/test_ranks_gpu.py"
 SIZES = ["--shape", "flash"]
 TRIAL = ["--shape", "trial", "--layers", "3", "--device", "cpu"]
 WEIGHTS = {  # what takes long is compiled by processes of its own
@@ -93,13 +93,20 @@ def parallel(_: Place) -> list[list[Job]]:
     names = {
         "matrices": "rows_of or vocabulary or groups",
         "ranges": "ranges_of_all",
-        "all experts": "experts_of_all or whole_experts",
+        "all experts": "experts_of_all",
+        "whole experts flash": "whole_experts and flash",
+        "whole experts pro": "whole_experts and pro",
         "split experts": "split_experts",
         "heads flash": "heads and flash",
         "heads pro": "heads and pro",
     }
     of_ranks = [pytest_job(label, 300, file, "-k", names[label]) for label in names]
-    return [of_ranks, [pytest_job("ranks", PART_LIMIT_S, "tests/parallel/test_ranks_gpu.py")]]
+    return [of_ranks, [pytest_job("ranks", PART_LIMIT_S, RANKS, "-k", "not a8_rows")]]
+
+
+def ranks_a8(_: Place) -> list[list[Job]]:
+    """Ranks whose experts, or more, have a8 rows."""
+    return [[pytest_job("ranks a8", PART_LIMIT_S, RANKS, "-k", "a8_rows")]]
 
 
 def beside(place: Place) -> list[list[Job]]:
@@ -218,6 +225,6 @@ OWN_LIMITS = {
 STAGES = {
     "tests": tests, "confirm": confirm, "parallel": parallel, "beside": beside, "drafts": drafts,
     "skills": skills, "one_gpu": one_gpu, "a8": a8, "a8_trials": a8_trials, "prefill": prefill,
-    "slices": slices,
+    "slices": slices, "ranks_a8": ranks_a8,
 }  # fmt: skip
 PARTS = (*STAGES, *OWN_LIMITS)

@@ -18,12 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import sums_layout
-from dsv4.ops.gemm.a8.fp8_stream_gluon import (
-    add_product,
-    multiply,
-    quantize_row,
-    start_product,
-)
+from dsv4.ops.gemm.a8.fp8_stream_gluon import add_product, multiply, quantize_row, start_product
 from dsv4.ops.gemm.a8.unpack_mxfp4_device import operand, unpack, viewed
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.variants.stream_gluon import (
@@ -44,6 +39,16 @@ TILE_BYTES = 64 * (16 + 1) * 4
 COPY_WORDS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 COPY_SHIFTS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _tile_at(experts, words, shifts, part, place, steps, tiles):
+    """The expert at `place`, written two launches earlier or more (a cache may hold stale values),
+    and where its tile `part` is. A padding row, whose result is undefined, gets the first one."""
+    expert = gl.maximum(gl.load(experts + place, cache_modifier=".cg"), 0)
+    tile = (expert * tiles + part).to(gl.int64) * steps
+    words = gl.multiple_of(words + tile * 1024, 64)
+    return expert, words, gl.multiple_of(shifts + tile * 64, 64)
 
 
 @gluon.jit
@@ -112,10 +117,7 @@ def a8_up_stream(
     programs of the first expert activate these, too."""
     part = gl.program_id(0)
     place = gl.program_id(1)
-    expert = gl.load(experts + place, cache_modifier=".cg")
-    tile = (expert * tiles + part).to(gl.int64) * steps
-    words = gl.multiple_of(words + tile * 1024, 64)
-    shifts = gl.multiple_of(shifts + tile * 64, 64)
+    expert, words, shifts = _tile_at(experts, words, shifts, part, place, steps, tiles)
     words_room, shifts_room = _begin(words, shifts, steps, S, PAD, WIDE)
     factor = gl.load(factors + expert)
     weight = gl.load(weights + place, cache_modifier=".cg")
@@ -143,11 +145,7 @@ def a8_down_stream(
     """64 channels of an expert's result."""
     part = gl.program_id(0)
     place = gl.program_id(1)
-    # written two launches earlier or more; bypasses the cache, which may hold stale values
-    expert = gl.load(experts + place, cache_modifier=".cg")
-    tile = (expert * tiles + part).to(gl.int64) * steps
-    words = gl.multiple_of(words + tile * 1024, 64)
-    shifts = gl.multiple_of(shifts + tile * 64, 64)
+    expert, words, shifts = _tile_at(experts, words, shifts, part, place, steps, tiles)
     gdc_launch_dependents()
     words_room, shifts_room = _begin(words, shifts, steps, S, PAD, WIDE)
     factor = gl.load(factors + expert)
