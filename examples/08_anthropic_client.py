@@ -9,7 +9,7 @@ with Anthropic(base_url=URL, api_key="none") as client:
     message = client.messages.create(
         model="tiny",
         max_tokens=200,
-        temperature=0,
+        extra_body={"temperature": 0},
         messages=[{"role": "user", "content": "What is the capital of Kenya?"}],
     )
 for block in message.content:
