@@ -79,7 +79,7 @@ def all_launches() -> Iterator[Launch]:
     as_on_hopper()  # launches of few rows start early
     x = torch.zeros(256, 4096, dtype=torch.bfloat16)
     yield "a8 rows", lambda: make_a8_rows(x[:16], "rows")
-    yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16].float(), "rows", limit=10.0)
+    yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16], "rows", limit=10.0)
     yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
     grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 6 * 256, dtype=torch.int32)), 4)
@@ -98,8 +98,8 @@ def all_launches() -> Iterator[Launch]:
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
         weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)
-        kind, size, dtype = ("up", 256, torch.bfloat16) if up else ("down", 512, torch.float32)
-        out = torch.empty(256, size, dtype=dtype)
+        kind, size = ("up", 256) if up else ("down", 512)
+        out = torch.empty(256, size, dtype=torch.bfloat16)
         given = {"weights": torch.ones(256), "limit": 10.0} if up else {}
         for bm, tiles in ((16, 1), (16, 2), (32, 2), (64, 1), (128, 1)):
             more = {**given, "tiles": tiles} | ({"chosen": 2} if up else {})

@@ -214,8 +214,8 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
     given: dict[str, Any] = {"weights": torch.rand(8192, 6, **cuda), "limit": 10.0}
     for n, k, size, more in ((4096, 4096, 2048, given), (4096, 2048, 4096, {})):
         weight, x = random_a8_mxfp4(n, k, 256, paired=bool(more)), any_rows(8192, k)
-        dtype = torch.bfloat16 if more else torch.float32
-        wanted, found = (torch.empty(8192 * 6, size, dtype=dtype, device="cuda") for _ in "ab")
+        shape = {"size": (8192 * 6, size), "dtype": torch.bfloat16, "device": "cuda"}
+        wanted, found = (torch.empty(**shape) for _ in "ab")
         grouped = group_by_expert(chosen, 256, 128)
         rows = gather_rows(make_a8_rows(x, "test"), grouped.groups, 6, "pairs")
         plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
