@@ -383,6 +383,14 @@ def _expands(x, fmt: int, e8m0: bool, columns: int, config: LinearConfig | None)
     return x.shape[0] >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
 
 
+def fits_prompts(x, weight, num_groups: int) -> bool:
+    """Whether a prompt's rows are multiplied by variants/prompt_gluon.py."""
+    fmt, _, _, e8m0 = launch_key(weight)
+    columns = x.shape[1] // num_groups
+    even = columns % 128 == 0 and x.data_ptr() % 16 == 0
+    return even and _expands(x, fmt, e8m0, columns, None)
+
+
 def _data(weight):
     if isinstance(weight, TiledNvfp4):
         return weight.packed

@@ -70,8 +70,10 @@ ONLY_IN_ALL = {
 def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
+    from dsv4.ops.gemm.a8 import fp8_rows_triton as prompt_rows
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, gather_rows, make_a8_rows
+    from dsv4.ops.gemm.variants import prompt_gluon
     from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
     from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
     from tests.ops.kernels.test_weight_compile import as_on_hopper
@@ -94,6 +96,13 @@ def all_launches() -> Iterator[Launch]:
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
+    groups = prompt_rows.room(x.device, "rows", 256, 1024)
+    yield (
+        "a8 prompt rows of groups",
+        lambda: prompt_gluon.launch(
+            x.repeat(1, 2), [torch.zeros(1024, 4096).bfloat16()], [groups], [(2, 16)], [None], 2
+        ),
+    )
     yield from stream_launches()
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
