@@ -16,7 +16,9 @@ def supports(x, wo_a, wo_b) -> str | None:
     reason = a8_reason(x.device) or grouped_linear_triton.supports(x, wo_a)
     if reason is not None:
         return reason
-    if not (streams(x.device) and linear_triton.fits_prompts(x.flatten(1), wo_a, x.shape[1])):
+    fmt, _, _, e8m0 = linear_triton.launch_key(wo_a)
+    even = x.shape[2] % 128 == 0 and x.data_ptr() % 16 == 0  # what variants/prompt_gluon.py reads
+    if not (even and streams(x.device) and linear_triton.expands(x, fmt, e8m0, x.shape[2], None)):
         return "wo_a is not multiplied by the kernel of prompts"
     return None
 
