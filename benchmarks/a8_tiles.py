@@ -80,7 +80,8 @@ def timed(
 
 
 def matrices(tokens: int, device: str) -> Iterator[dict[str, Any]]:
-    big = [(name, tokens, n, k, None, torch.bfloat16) for name, n, k in MATRICES]
+    big = [(name, tokens, n, k, None, torch.bfloat16 if name[0] == "w" else torch.float32)
+           for name, n, k in MATRICES]  # fmt: skip
     small = [(f"{count} x {n} x {k}", count, n, k, ranges, dtype)
              for count, n, k, ranges, dtype in SMALL]  # fmt: skip
     for name, count, n, k, ranges, dtype in (*small, *big):
@@ -107,8 +108,9 @@ def experts(tokens: int, count: int, device: str) -> Iterator[dict[str, Any]]:
     for name, n, k, size in FEW_EXPERTS if count == NUM_FEW else EXPERTS:
         more: dict[str, Any] = {"weights": weights, "limit": 10.0} if size < n else {}
         weight = random_a8_mxfp4(n, k, count, paired=bool(more), device=device)
+        dtype = torch.bfloat16 if more else torch.float32
         found, wanted = (
-            torch.empty(tokens * CHOSEN, size, dtype=torch.bfloat16, device=device) for _ in "ab"
+            torch.empty(tokens * CHOSEN, size, dtype=dtype, device=device) for _ in "ab"
         )
         grouped = group_by_expert(chosen, count, 128)
         rows = random_given(tokens, 128, k, 1, device)[0]

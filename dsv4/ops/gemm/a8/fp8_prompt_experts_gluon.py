@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.ops.core.gpu import describe
-from dsv4.ops.core.helpers_device import swiglu, through_bf16
+from dsv4.ops.core.helpers_device import swiglu
 from dsv4.ops.gemm.a8.fp8_product_triton import PAIRS, SWIGLU
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import joined, sums_layout, tma_load
 from dsv4.ops.gemm.a8.unpack_mxfp4_device import operand, unpack
@@ -38,7 +38,7 @@ ROWS = 64  # input rows of one copy
 PIECE, WIDTH = gl.constexpr(ROWS), gl.constexpr(128)  # input rows of a copy, columns of a step
 PACKED = gl.constexpr(64 * (16 + 1) * 4)  # bytes of MXFP4 in 64 rows and 128 columns
 WARPS, COPY_REGISTERS = 4, 24
-activated, stored = gluon.jit(swiglu.fn), gluon.jit(through_bf16.fn)
+activated = gluon.jit(swiglu.fn)
 
 
 class PieceTile(NamedTuple):
@@ -243,7 +243,7 @@ def _store_swiglu(sums, factor, n_row, row, height, job, H: gl.constexpr, T: gl.
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     column = n_row // 2 + gl.arange(0, 32, layout=gl.SliceLayout(1, STORE))
     for i in gl.static_range(count_of(T, H)):
-        both = stored(sums[i] * factor, True).reshape([4, 2, 8, rows_of(T, H, i)])
+        both = (sums[i] * factor).reshape([4, 2, 8, rows_of(T, H, i)])
         gate, up = gl.split(gl.permute(both, [0, 2, 3, 1]))
         value = activated(gate, up, job.limit).reshape([32, rows_of(T, H, i)])
         r = _input_rows(gl.SliceLayout(0, value.type.layout), H, i, T)
@@ -335,6 +335,8 @@ def multiply_experts(rows, weight, out, grouped, tile, *, weights=None, limit=0.
     """Like that of fp8_product_triton.py; `rows` has a row per sorted pair and four copies of its
     scales, `grouped` tiles of `tile.rows`; the sides of `weight` are multiples of 128."""
     shared, flat = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
+    if weights is None:  # fp32 results are turned in shared memory
+        tile = tile._replace(stages=4)
     n_tiles = weight.shape[-2] // (64 * tile.groups)
     items = grouped.num_tiles * n_tiles
     _a8_prompt_experts_kernel[(min(describe(out.device).multiprocessors, items),)](
