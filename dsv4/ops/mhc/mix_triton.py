@@ -1,12 +1,13 @@
 # mypy: ignore-errors
 """mHC on a GPU in two launches: update and projection over channels, then the rest per token.
 
-The first (update_triton.py) leaves sums of the projection and of squares, so the second computes
-its coefficients without reading the streams. With many tokens a third launch runs the Sinkhorn
-iterations, one thread per token.
+The first (update_triton.py, in prompts update_prompt_gluon.py) leaves sums of the projection and of
+squares, so the second computes its coefficients without reading the streams. With many tokens a
+third launch runs the Sinkhorn iterations, one thread per token.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import triton
@@ -15,6 +16,7 @@ import triton.language as tl
 from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append, depend
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, launch_options
+from dsv4.ops.core.launch import streams as on_hopper
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn
@@ -199,6 +201,11 @@ def _update(config, grid, shape, members, streams, site, update, new, partials) 
         tile["PARTIAL_SUMS"], tile["RANGES"] = y.shape[:2]
         tile["FACTORS"] = 0 if factor is None else len(factor)
     tokens, narrow = streams.shape[0], streams.dtype == torch.bfloat16
+    if tile["UPDATE"] and not config.split and on_hopper(streams.device):
+        module = import_module("dsv4.ops.mhc.update_prompt_gluon")
+        if module.fits(streams, y, shape["RPAD"]):
+            module.launch(streams, y, post, comb, site.fn, new, partials)
+            return
     factor = site.base if factor is None else factor
     tensors = (streams, y, factor, post, comb, site.fn, new, partials)
     if config.bm == 16 and narrow:

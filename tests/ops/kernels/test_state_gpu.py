@@ -203,6 +203,24 @@ def test_rows_do_not_depend_on_the_batch(name: str) -> None:
             assert all(same_bits(a, b[:rows]) for a, b in zip(part, whole, strict=True)), rows
 
 
+@pytest.mark.parametrize("tokens", [1025, 3001])
+@pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
+def test_prompts_update_streams_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, shape: Any, tokens: int
+) -> None:
+    """The kernel for prompts on sm_90, in a ring whose stages are used again and again."""
+    module = module_of("mhc_boundary")
+    arguments = inputs.mhc_arguments(shape, tokens, "cuda")
+    arguments["streams"][5, 2, 77] = float("nan")
+    arguments["update"].y[6] *= 1e4
+    monkeypatch.setattr(module, "on_hopper", lambda device: False)
+    wanted = module.run(**arguments)
+    monkeypatch.undo()
+    for _ in range(5):
+        found = module.run(**arguments)
+        assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
 @pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
 def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> None:
