@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+import torch
 
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
@@ -27,10 +28,12 @@ EXPECTED: dict[str, tuple[str, int]] = {
     ),  # walking, Triton 3.9; 8 with 3.6 (docs/state-kernels.md)
     "_split_kernel": ("HGMMA|HMMA", 0),
     "_merge_kernel": ("MUFU", 0),
+    "_matrix_parts_kernel": ("STG", 0),
+    "_update_prompt_kernel": ("HGMMA", 0),
     "_weights_kernel": ("HGMMA", 0),
     "_values_kernel": ("HGMMA", 0),
     "_unpack_kernel": ("STG", 0),
-    "_prefill_kernel": ("HGMMA", 60),  # Triton 3.9; 0 with 3.6
+    "_prefill_kernel": ("HGMMA", 153),  # Triton 3.9; 0 with 3.6
     "_scores_kernel": ("HGMMA|HMMA", 0),
     # Triton 3.9, FP8 keys; 18 with 3.6, 7 of them in the loop
     "_prompt_scores_kernel": ("HGMMA|HMMA", 85),
@@ -47,6 +50,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_best_kernel": ("SHFL", 0),
 }
 ONLY_ON_90 = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel"}  # 64 heads
+ONLY_ON_90 |= {"_matrix_parts_kernel", "_update_prompt_kernel"}
 # Matrix products depend on the GPU: one variant of each, for the least shared memory and for two
 # with instructions of their own; `make kernels` compiles all for all.
 PRODUCTS = {
@@ -114,3 +118,8 @@ def launches(capability: int, cases: str) -> Iterator[Launch]:
         )
         queries = Queries(prompt["q"], 1e-6)
         yield "attend csa 160", lambda: attend.run(queries, prompt["to"])
+        update = import_module("dsv4.ops.mhc.update_prompt_gluon")
+        streams, y = torch.zeros(2000, 4, 4096).bfloat16(), torch.zeros(2000, 4096).bfloat16()
+        small = torch.zeros(2000, 4), torch.zeros(2000, 4, 4), torch.zeros(24, 4 * 4096)
+        sums = torch.zeros(8 * 2000 * 32)
+        yield "update 2000", lambda: update.launch(streams, y, *small, streams, sums)
