@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.ops.gemm.a8 import fp8_product_triton as plain
 from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
 from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
-from dsv4.ops.gemm.a8.fp8_prompt_gluon import MATRIX, RANGES, PromptTile
+from dsv4.ops.gemm.a8.fp8_prompt_gluon import MATRIX, RANGES
 from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
@@ -43,11 +43,8 @@ EXPERTS = (("experts up", 4096, 4096, 2048), ("experts down", 4096, 2048, 4096))
 FEW_EXPERTS = (("few experts up", 512, 1024, 256), ("few experts down", 256, 512, 256))
 NUM_EXPERTS, NUM_FEW, CHOSEN = 256, 24, 6
 # for matrices with one range of K, and with several
-WHOLE = (MATRIX, MATRIX._replace(piece=64, flight=2, registers=True), RANGES)
-SPLIT = (
-    RANGES, RANGES._replace(band=32), PromptTile(128, 1, 6, True, 16, 2),
-    PromptTile(128, 1, 6, False, 32, 2),
-)  # fmt: skip
+WHOLE = (MATRIX, MATRIX._replace(band=16), MATRIX._replace(groups=2, stages=5))
+SPLIT = (RANGES, RANGES._replace(band=32), RANGES._replace(stages=4))
 EXPERT_TILES = (
     prompt_experts.MANY, prompt_experts.FEW, prompt_experts.FEW._replace(heights=((64,),))
 )  # fmt: skip
@@ -80,8 +77,7 @@ def timed(
 
 
 def matrices(tokens: int, device: str) -> Iterator[dict[str, Any]]:
-    big = [(name, tokens, n, k, None, torch.bfloat16 if name[0] == "w" else torch.float32)
-           for name, n, k in MATRICES]  # fmt: skip
+    big = [(name, tokens, n, k, None, torch.bfloat16) for name, n, k in MATRICES]
     small = [(f"{count} x {n} x {k}", count, n, k, ranges, dtype)
              for count, n, k, ranges, dtype in SMALL]  # fmt: skip
     for name, count, n, k, ranges, dtype in (*small, *big):
@@ -108,9 +104,8 @@ def experts(tokens: int, count: int, device: str) -> Iterator[dict[str, Any]]:
     for name, n, k, size in FEW_EXPERTS if count == NUM_FEW else EXPERTS:
         more: dict[str, Any] = {"weights": weights, "limit": 10.0} if size < n else {}
         weight = random_a8_mxfp4(n, k, count, paired=bool(more), device=device)
-        dtype = torch.bfloat16 if more else torch.float32
         found, wanted = (
-            torch.empty(tokens * CHOSEN, size, dtype=dtype, device=device) for _ in "ab"
+            torch.empty(tokens * CHOSEN, size, dtype=torch.bfloat16, device=device) for _ in "ab"
         )
         grouped = group_by_expert(chosen, count, 128)
         rows = random_given(tokens, 128, k, 1, device)[0]

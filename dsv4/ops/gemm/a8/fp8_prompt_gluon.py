@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """FP8 products of a8 rows for prompts on sm_90, in Gluon: input rows in the tensor core's M slot.
 
-A program walks over tiles of 128 weight rows by 128 or 192 input rows. One warp copies both into a
-ring of buffers; two or three groups of four warps multiply 64 input rows each, by `piece` weight
-rows at a time. A thread's sums belong to two input rows, so a step has two scales of rows a thread,
-which it reads itself, a step ahead, and no load has to be fenced before a buffer is given back.
+A program walks over tiles of 128 weight rows by 128 or 192 input rows. One warp copies both, and
+the scales of input rows, into a ring of buffers; two or three groups of four warps multiply 64
+input rows each. A thread's sums belong to two input rows, so it loads two scales of rows a step.
+They arrive while the product runs, long before a buffer is given back, so no load has to be fenced.
 Results leave through shared memory as copies, which go on while the next tile is multiplied.
 
 Sums and their order are those of fp8_product_triton.py, and `wgmma` gives the same bits with
@@ -43,23 +43,21 @@ REGISTERS = {2: 240, 3: 160}  # of a multiplying thread, by `groups`
 class PromptTile(NamedTuple):
     """Constants of a launch."""
 
-    piece: int  # weight rows of a product
-    flight: int  # products in the tensor core while another's sums are added
-    stages: int
-    registers: bool  # input rows are multiplied from registers
-    band: int  # tiles of weight rows that all rows are multiplied by before others
     groups: int  # of four warps that multiply
+    stages: int
+    band: int  # tiles of weight rows that all rows are multiplied by before others
     ranges: int = 1
 
 
-MATRIX = PromptTile(128, 1, 4, False, 32, 3)
-RANGES = PromptTile(64, 2, 6, True, 16, 2)  # a second set of sums in registers
+MATRIX = PromptTile(3, 4, 32)
+RANGES = PromptTile(2, 5, 16)  # a second set of sums in registers
 
 
 class PromptBuffers(NamedTuple):
     """A ring of `stages`; which buffers are filled, which are free again; results of a group."""
 
     rows: object
+    row_scales: object
     weights: object
     full: object
     empty: object
@@ -70,8 +68,6 @@ class PromptBuffers(NamedTuple):
 class PromptJob(NamedTuple):
     """What is multiplied."""
 
-    row_scales: object  # [steps, stride]
-    stride: int
     scale: object  # of weights
     num_rows: int
     weight_rows: int
@@ -87,10 +83,8 @@ def sums_layout(piece):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, piece, 32])
 
 
-@gluon.constexpr_function
-def outstanding(flight, left):
-    """Products that may go on when the first of `left` is awaited."""
-    return min(flight, left) - 1
+SUMS = gl.constexpr(sums_layout(128))
+ROW = gl.constexpr(gl.SliceLayout(1, SUMS))
 
 
 @gluon.jit
@@ -104,10 +98,9 @@ def _work(item, job, T: gl.constexpr):
 
 
 @gluon.jit
-def _copy(x_desc, w_desc, b, job, T: gl.constexpr):
+def _copy(x_desc, scale_desc, w_desc, b, job, T: gl.constexpr):
     """The job of the copying warp."""
     GROUPS: gl.constexpr = T.groups
-    PIECES: gl.constexpr = WIDTH // T.piece
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
         n_tile, m_tile = _work(item, job, T)
@@ -115,54 +108,29 @@ def _copy(x_desc, w_desc, b, job, T: gl.constexpr):
             slot = at % T.stages
             full = b.full.index(slot)
             mbarrier.wait(b.empty.index(slot), (at // T.stages + 1) & 1)
-            mbarrier.expect(full, (GROUPS * ROWS + WIDTH) * 128)
+            mbarrier.expect(full, (GROUPS * ROWS + WIDTH) * 128 + GROUPS * ROWS * 4)
             for i in gl.static_range(GROUPS):
-                place = [(m_tile * GROUPS + i) * ROWS, step * 128]
-                tma_load(x_desc, place, full, b.rows.index(slot * GROUPS + i))
-            for i in gl.static_range(PIECES):
-                place = [n_tile * WIDTH + i * T.piece, step * 128]
-                tma_load(w_desc, place, full, b.weights.index(slot * PIECES + i))
+                row = (m_tile * GROUPS + i) * ROWS
+                tma_load(x_desc, [row, step * 128], full, b.rows.index(slot * GROUPS + i))
+                tma_load(scale_desc, [step, row], full, b.row_scales.index(slot * GROUPS + i))
+            tma_load(w_desc, [n_tile * WIDTH, step * 128], full, b.weights.index(slot))
             at += 1
 
 
 @gluon.jit
-def _load_scales(group, tile, step, job, T: gl.constexpr):
-    """(of rows, of weights) in a step. Rows beyond the last have its scale, and are not stored."""
-    step = gl.minimum(step, job.steps - 1)
-    row = (tile[1] * T.groups + group) * ROWS
-    row += gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(T.piece)))
-    row = gl.minimum(row, job.num_rows - 1)
-    of_rows = gl.load(job.row_scales + step * job.stride + row)
+def _load_scale(tile, step, job):
+    """A step's scale of weights, for each of a thread's rows: of one number for all threads the
+    compiler knows that it is uniform, and waits for it between two products, not where it is used.
+    32 steps share a line of the L1 cache."""
+    row = gl.arange(0, ROWS, layout=ROW)
+    none = (row + job.num_rows) >> 30  # 0, which the compiler does not know
     n = gl.minimum(tile[0] * WIDTH // 128, job.weight_rows // 128 - 1)
-    return of_rows, gl.load(job.scale + n * job.steps + step)
+    return gl.load(job.scale + n * job.steps + gl.minimum(step, job.steps - 1) + none)
 
 
 @gluon.jit
-def _operand(group, slot, b, T: gl.constexpr):
-    """E4M3 `[64, 128]` of this group's input rows."""
-    rows = b.rows.index(slot * T.groups + group)
-    if T.registers:
-        rows = rows.load(gl.DotOperandLayout(0, sums_layout(T.piece), 4))
-    return rows
-
-
-@gluon.jit
-def _start(rows, slot, old, b, job, NUMBER: gl.constexpr, T: gl.constexpr):
-    """The product of a step's input rows and of its weights' piece NUMBER.
-
-    It overwrites `old`, which the compiler must not know to be unused: otherwise each product of a
-    step gets its own registers, and what it adds to is added after the next product."""
-    w = b.weights.index(slot * (WIDTH // T.piece) + NUMBER).permute((1, 0))
-    return warpgroup_mma(rows, w, old, use_acc=job.num_rows < 0, is_async=True)
-
-
-@gluon.jit
-def _zeros(COUNT: gl.constexpr, T: gl.constexpr):
-    zeros = ()
-    PIECE: gl.constexpr = T.piece
-    for _ in gl.static_range(COUNT):
-        zeros = joined(zeros, gl.zeros([ROWS, PIECE], gl.float32, sums_layout(PIECE)))
-    return zeros
+def _zeros():
+    return gl.zeros([ROWS, WIDTH], gl.float32, SUMS)
 
 
 @gluon.jit
@@ -180,81 +148,64 @@ def _stay(slot, b, job):
 
 
 @gluon.jit
-def _step(group, at, parts, sums, total, scales, tile, b, job, STORE: gl.constexpr,
+def _step(group, at, old, sums, total, scale, tile, following, b, job, STORE: gl.constexpr,
           T: gl.constexpr):  # fmt: skip
-    """(registers of the last products, new sums). With STORE results leave as they come, while the
-    next products of this last step run."""
-    COUNT: gl.constexpr = WIDTH // T.piece
-    FLIGHT: gl.constexpr = T.flight
+    """(the product, new sums, scale of the tile and step `following`). With STORE results leave.
+
+    The product overwrites `old`, which the compiler must not know to be unused: otherwise it gets
+    registers of its own, and what it is added to is added after the next product."""
     slot = at % T.stages
     mbarrier.wait(b.full.index(slot), at // T.stages & 1)
-    rows = _operand(group, slot, b, T)
-    flying = ()
-    for i in gl.static_range(FLIGHT):
-        flying = joined(flying, _start(rows, slot, parts[i], b, job, i, T))
-    added = ()
-    later = ()
-    for i in gl.static_range(COUNT):
-        part = warpgroup_mma_wait(outstanding(FLIGHT, COUNT - i), deps=(flying[i],))
-        if i == COUNT - 1:
-            mbarrier.arrive(b.empty.index(slot), count=1)
-        value = add_scaled(part, scales[0] * scales[1], sums[i])
-        if i + FLIGHT < COUNT:
-            _stay(slot, b, job)
-            flying = joined(flying, _start(rows, slot, part, b, job, i + FLIGHT, T))
-        else:
-            later = joined(later, part)
-        added = joined(added, value)
-        if STORE:
-            if T.ranges > 1:
-                value = total[i] + value
-            row = (tile[1] * T.groups + group) * ROWS
-            _store(value, row, tile[0] * WIDTH, group, b, i * T.piece)
-    return later, added
-
-
-@gluon.jit
-def _range(group, at, scales, tile, next_tile, begin, end, total, b, job, STORE: gl.constexpr,
-           T: gl.constexpr):  # fmt: skip
-    """(fp32 `[64, piece]` per product over the steps `begin` to `end`, the next step's scales)."""
-    sums = _zeros(WIDTH // T.piece, T)
-    parts = _zeros(T.flight, T)
-    for step in range(begin, end - 1):
-        next_scales = _load_scales(group, tile, step + 1, job, T)
-        parts, sums = _step(group, at, parts, sums, total, scales, tile, b, job, False, T)
-        scales = next_scales
-        at += 1
+    w = b.weights.index(slot).permute((1, 0))
+    place = slot * T.groups + group
+    unused = job.num_rows < 0
+    part = warpgroup_mma(b.rows.index(place), w, old, use_acc=unused, is_async=True)
+    of_rows = b.row_scales.index(place).reshape([ROWS]).load(ROW)
+    next_scale = _load_scale(following[0], following[1], job)
+    _stay(slot, b, job)
+    factor = of_rows * scale
+    part = warpgroup_mma_wait(0, deps=(part,))
+    mbarrier.arrive(b.empty.index(slot), count=1)
+    value = add_scaled(part, factor, sums)
     if STORE:
-        next_scales = _load_scales(group, next_tile, 0, job, T)
-    else:
-        next_scales = _load_scales(group, tile, end, job, T)
-    parts, sums = _step(group, at, parts, sums, total, scales, tile, b, job, STORE, T)
-    return sums, next_scales
+        row, column = (tile[1] * T.groups + group) * ROWS, tile[0] * WIDTH
+        _store(total + value if T.ranges > 1 else value, row, column, group, b, 0)
+    return part, value, next_scale
 
 
 @gluon.jit
-def _multiply_tile(group, at, scales, tile, next_tile, b, job, T: gl.constexpr):
-    """All ranges of K, added in order; returns the next tile's first scales."""
-    COUNT: gl.constexpr = WIDTH // T.piece
-    total = ()
-    begin = 0
+def _range(group, at, scale, tile, next_tile, begin, end, total, b, job, STORE: gl.constexpr,
+           T: gl.constexpr):  # fmt: skip
+    """(fp32 `[64, 128]` over the steps `begin` to `end`, the next step's scale)."""
+    part, sums = _zeros(), _zeros()
+    for step in range(begin, end - 1):
+        following = (tile, step + 1)
+        part, sums, scale = _step(
+            group, at, part, sums, total, scale, tile, following, b, job, False, T
+        )
+        at += 1
+    following = (next_tile, 0) if STORE else (tile, end)
+    _, sums, scale = _step(group, at, part, sums, total, scale, tile, following, b, job, STORE, T)
+    return sums, scale
+
+
+@gluon.jit
+def _multiply_tile(group, at, scale, tile, next_tile, b, job, T: gl.constexpr):
+    """All ranges of K, added in order; returns the next tile's first scale."""
+    total, begin = _zeros(), 0
     if T.ranges > 1:
-        total = _zeros(COUNT, T)
         for index in range(0, T.ranges - 1):
             begin = index * job.per_range
-            sums, scales = _range(
-                group, at + begin, scales, tile, tile, begin, begin + job.per_range, total, b, job,
+            sums, scale = _range(
+                group, at + begin, scale, tile, tile, begin, begin + job.per_range, total, b, job,
                 False, T,
             )  # fmt: skip
-            added = ()
-            for i in gl.static_range(COUNT):
-                added = joined(added, total[i] + sums[i])
-            total = added
+            total = total + sums
         begin = (T.ranges - 1) * job.per_range
-    _, scales = _range(
-        group, at + begin, scales, tile, next_tile, begin, job.steps, total, b, job, True, T
+    _, scale = _range(
+        group, at + begin, scale, tile, next_tile, begin, job.steps, total, b, job, True, T
     )
-    return scales
+    return scale
 
 
 @gluon.jit
@@ -281,31 +232,30 @@ def _multiply(group, b, job, T: gl.constexpr):
     """The job of a multiplying warpgroup."""
     at = 0
     tile = _work(gl.program_id(0), job, T)
-    scales = _load_scales(group, tile, 0, job, T)
+    scale = _load_scale(tile, 0, job)
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
         next_tile = _work(gl.minimum(item + gl.num_programs(0), job.items - 1), job, T)
-        scales = _multiply_tile(group, at, scales, tile, next_tile, b, job, T)
+        scale = _multiply_tile(group, at, scale, tile, next_tile, b, job, T)
         tile = next_tile
         at += job.steps
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "n_tiles", "m_tiles", "steps", "per_range", "stride"])
+@gluon.jit(do_not_specialize=["num_rows", "n_tiles", "m_tiles", "steps", "per_range"])
 def _a8_prompt_kernel(
-    x_desc, w_desc, out_desc, row_scales, stride, scale, num_rows, weight_rows, n_tiles, m_tiles,
-    steps, per_range, T: gl.constexpr, NUM_REGISTERS: gl.constexpr,
+    x_desc, scale_desc, w_desc, out_desc, scale, num_rows, weight_rows, n_tiles, m_tiles, steps,
+    per_range, T: gl.constexpr, NUM_REGISTERS: gl.constexpr,
     NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = T.stages
     ROW_BUFFERS: gl.constexpr = STAGES * T.groups
-    PIECE: gl.constexpr = T.piece
-    PIECES: gl.constexpr = STAGES * (WIDTH // PIECE)
     CHUNK: gl.constexpr = out_desc.block_shape[1]
     b = PromptBuffers(
         gl.allocate_shared_memory(gl.float8e4nv, [ROW_BUFFERS, ROWS, 128], SHARED),
-        gl.allocate_shared_memory(gl.float8e4nv, [PIECES, PIECE, 128], SHARED),
+        gl.allocate_shared_memory(gl.float32, [ROW_BUFFERS, 1, ROWS], scale_desc.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, 128], SHARED),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(out_desc.dtype, [2 * T.groups, ROWS, CHUNK], out_desc.layout),
@@ -315,14 +265,13 @@ def _a8_prompt_kernel(
         mbarrier.init(b.full.index(i), count=1)
         mbarrier.init(b.empty.index(i), count=T.groups)
     job = PromptJob(
-        row_scales, stride, scale, num_rows, weight_rows, n_tiles, m_tiles, n_tiles * m_tiles,
-        steps, per_range,
+        scale, num_rows, weight_rows, n_tiles, m_tiles, n_tiles * m_tiles, steps, per_range
     )  # fmt: skip
     if T.groups == 2:
         gl.warp_specialize(
             [
                 (_multiply, (0, b, job, T)), (_multiply, (1, b, job, T)),
-                (_copy, (x_desc, w_desc, b, job, T)),
+                (_copy, (x_desc, scale_desc, w_desc, b, job, T)),
             ],
             [4, 1], [NUM_REGISTERS, NUM_COPY_REGISTERS],
         )  # fmt: skip
@@ -330,7 +279,7 @@ def _a8_prompt_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (0, b, job, T)), (_multiply, (1, b, job, T)),
-                (_multiply, (2, b, job, T)), (_copy, (x_desc, w_desc, b, job, T)),
+                (_multiply, (2, b, job, T)), (_copy, (x_desc, scale_desc, w_desc, b, job, T)),
             ],
             [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
         )  # fmt: skip
@@ -349,9 +298,10 @@ def multiply_rows(rows, weight, out, tile=None) -> None:
     programs = min(describe(out.device).multiprocessors, m_tiles * n_tiles)
     _a8_prompt_kernel[(programs,)](
         TensorDescriptor.from_tensor(rows.codes, [64, 128], shared),
-        TensorDescriptor.from_tensor(weight.data, [tile.piece, 128], shared),
+        TensorDescriptor.from_tensor(rows.scales, [1, 64], gl.NVMMASharedLayout(0, 32, 2)),
+        TensorDescriptor.from_tensor(weight.data, [128, 128], shared),
         TensorDescriptor.from_tensor(out, [64, chunk], results),
-        rows.scales, rows.scales.stride(0), weight.scale, rows.num_rows, weight.shape[0], n_tiles,
+        weight.scale, rows.num_rows, weight.shape[0], n_tiles,
         m_tiles, rows.num_steps, per_range, T=tile, NUM_REGISTERS=REGISTERS[tile.groups],
         NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
     )  # fmt: skip
