@@ -20,7 +20,6 @@ from dsv4.model.weights import Weights
 from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.attention.query import Queries
 from dsv4.ops.fused.block import norm_store, query_attention
-from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression
@@ -111,8 +110,7 @@ class Attention:
             self.frequencies,
         )  # fmt: skip
         out = query_attention(queries, to)
-        grouped = grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a)
-        return sharing.project(grouped, self.wo_b)
+        return sharing.project(out.view(len(kv), self.num_groups, -1), self.wo_a, self.wo_b)
 
     def _compressions(
         self,

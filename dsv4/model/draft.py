@@ -25,7 +25,6 @@ from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.embed import embed
-from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.gemm.weights.tiled import tile_nvfp4
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
@@ -195,8 +194,8 @@ class DSpark:
             a.sink, state.window, table, None, seen, self.window + self.shape.block, a.frequencies
         )
         out = rope(attention(q, to), seen.positions - batch.positions, a.frequencies, inverse=False)
-        grouped = grouped_linear(out.view(len(out), a.num_groups, -1), a.wo_a)
-        return Residual(streams, Update(SingleRank().project(grouped, a.wo_b), post, comb))
+        y = SingleRank().project(out.view(len(out), a.num_groups, -1), a.wo_a, a.wo_b)
+        return Residual(streams, Update(y, post, comb))
 
     def _store(
         self, stage: Block, kv: Tensor, batch: Ragged, table: Tensor, state: SwaState

@@ -31,6 +31,7 @@ from dsv4.ops.comm.sharded import (
     sum_in_order,
 )
 from dsv4.ops.fused import block
+from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.gemm.quantize_rows import shares_scales
 from dsv4.ops.gemm.split_k import PartialSums
@@ -62,9 +63,9 @@ class SingleRank:
         """The rows of all ranks, gathered."""
         return x
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
-        """The output groups of this rank's heads -> attention's result for its own rows."""
-        return block.linear_partial_sums(grouped, wo_b)
+    def project(self, out: Tensor, wo_a: Weight, wo_b: Weight) -> Tensor | PartialSums:
+        """`[tokens, groups, k]` of this rank's heads -> attention's result for its own rows."""
+        return block.output_projections(out, wo_a, wo_b)
 
     def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
         streams, x, post, comb = collapse(residual, site)
@@ -86,7 +87,8 @@ class ReplicatedRows(SingleRank):
         self.ranges = range(layout.tp_rank * share, (layout.tp_rank + 1) * share)
         self.held = layout.experts(config)
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
+    def project(self, out: Tensor, wo_a: Weight, wo_b: Weight) -> Tensor | PartialSums:
+        grouped = grouped_linear(out, wo_a)
         if shares_scales(activations_of(wo_b), grouped.shape[1] // len(self.ranges)):
             return linear(self.all_columns(grouped), wo_b)
         own = linear_ranges(grouped, wo_b, self.ranges)
@@ -154,9 +156,9 @@ class ShardedRows(ReplicatedRows):
     def own(self, rows: Tensor) -> Tensor:
         return rows[self.rows.start : self.rows.stop]
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
+    def project(self, out: Tensor, wo_a: Weight, wo_b: Weight) -> Tensor | PartialSums:
         """Finished groups go to the owner of their row, who has all of `wo_b`."""
-        return linear(self.to_owners(grouped), wo_b)
+        return linear(self.to_owners(grouped_linear(out, wo_a)), wo_b)
 
     def expert_rows(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
         """Each pair goes to the owner of its row, who has computed the shared expert for it."""
@@ -227,8 +229,8 @@ class HomedRows(ShardedRows):
         streams, x, post, comb = collapse(residual, site)
         return streams, post, comb, linear_multi(x, *by)
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
-        return SingleRank.project(self, grouped, wo_b)
+    def project(self, out: Tensor, wo_a: Weight, wo_b: Weight) -> Tensor | PartialSums:
+        return SingleRank.project(self, out, wo_a, wo_b)
 
     def hidden(self, residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
         """Rows of all homes in the order of the logits; a range of the vocabulary needs all."""

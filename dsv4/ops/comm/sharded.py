@@ -35,11 +35,12 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ExpertSums:
-    """`sums` fp32 `[tokens, places, ranges, size]`: one place per chosen expert, undefined where
-    the rank does not hold it, then the shared expert's if it is not in `extra`."""
+    """`sums` `[tokens, places, ranges, size]`: one place per chosen expert, undefined where the
+    rank does not hold it, then the shared expert's if it is not in `extra`. In fp32, or as kernels
+    with rounded rows store them: the same numbers in bf16."""
 
     sums: Tensor
-    extra: Tensor | None  # the shared expert's, fp32 `[tokens, size]`
+    extra: Tensor | None  # the shared expert's `[tokens, size]`
 
     def pairs(self, chosen: int) -> Tensor:
         """fp32 `[tokens, chosen, size]`."""
@@ -50,8 +51,8 @@ class ExpertSums:
 
 
 def sum_in_order(sums: Tensor, dim: int) -> Tensor:
-    """Their sum along `dim`, ascending, from zero: what kernels make of -0.0 alone, too."""
-    total = torch.zeros_like(sums.select(dim, 0))
+    """Their fp32 sum along `dim`, ascending, from zero: what kernels make of -0.0 alone, too."""
+    total = torch.zeros_like(sums.select(dim, 0), dtype=torch.float32)
     for part in sums.unbind(dim):
         total = total + part
     return total
@@ -163,10 +164,10 @@ def expert_sums(
 def split_experts(
     x: Tensor, experts: Tensor, weights: Tensor, by: Experts, gather: Gather
 ) -> Tensor:
-    """fp32 `[tokens, chosen, ranges, own size]`. `by` has a range of the inner rows of each W1 and
-    W3, and a range of the rows of each W2; `gather` brings the columns of all ranks' `[pairs, own
-    inner]` together. No sum is cut, so nothing depends on the number of ranks. The result lies in
-    a workspace of the experts' ops."""
+    """`[tokens, chosen, ranges, own size]`, see `ExpertSums`. `by` has a range of the inner rows of
+    each W1 and W3, and a range of the rows of each W2; `gather` brings the columns of all ranks'
+    `[pairs, own inner]` together. No sum is cut, so nothing depends on the number of ranks. The
+    result lies in a workspace of the experts' ops."""
     if x.shape[0] == 0:
         gather(x.new_empty(0, by.w13.shape[1] // 2))
         return torch.zeros(0, experts.shape[1], 1, by.w2.shape[1], device=x.device)
@@ -177,7 +178,7 @@ def split_experts(
 
 
 def combine_experts(sums: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 `[tokens, chosen, ranges, size]` and the shared expert's `[tokens, size]` -> their sum:
+    """`[tokens, chosen, ranges, size]` and the shared expert's `[tokens, size]` -> their fp32 sum:
     ranges first, then experts in order, the shared one last, rounded once."""
     check_shape(COMBINE_EXPERTS.name, "shared", shared, sums.shape[0], sums.shape[3])
     if sums.shape[0] == 0:

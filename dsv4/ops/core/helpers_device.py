@@ -39,6 +39,19 @@ def widen(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def through_bf16(x, ASM: tl.constexpr):
+    """fp32 `x`, rounded to bf16; see `narrow`."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
+            "shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def times_rounded(x, factor, ASM: tl.constexpr):
     """fp32 `x * factor`, rounded; never contracted into an FMA with a following addition."""
     if ASM:

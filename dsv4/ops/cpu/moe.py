@@ -10,7 +10,7 @@ from dsv4.ops.cpu.arrays import Array, exp, fp32, tensor, tile
 from dsv4.ops.cpu.products import as_multiplied, multiply
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
-from dsv4.ops.moe.experts import Experts, experts_reference
+from dsv4.ops.moe.experts import Experts, as_stored, experts_reference
 from dsv4.ops.moe.placed import PlacedExperts
 from dsv4.ops.moe.router import LEAST_TOTAL, Gate, router_reference
 
@@ -75,7 +75,7 @@ def sum_of_experts(
     products = np.zeros((pairs + count, w13.shape[1]), dtype=np.float32)
     for expert, places in every:
         stack = by.shared_w13 if expert < 0 else w13
-        product = multiply(tiles[activations_of(stack)], _matrix(stack, expert)).numpy()
+        product = _product(tiles[activations_of(stack)], stack, expert, dtype)
         for place, row in places:
             products[place] = product[row]
     z = tensor(_activation(products, weights.numpy().reshape(-1, 1), by.limit)).to(dtype)
@@ -91,7 +91,7 @@ def sum_of_experts(
         rows = inputs[activations_of(stack)]
         for place, row in places:  # other experts' rows stay: their results are not read
             padded[row] = rows[place]
-        product = multiply(held, _matrix(stack, expert)).numpy()
+        product = _product(held, stack, expert, dtype)
         for place, row in places:
             expert_sums[place] = product[row]
     each = expert_sums[:pairs].reshape(count, chosen, -1)
@@ -104,6 +104,11 @@ def sum_of_experts(
 
 def _widths(*stacks: Weight) -> set[str]:
     return {activations_of(stack) for stack in stacks}
+
+
+def _product(rows: Tensor, stack: Weight, expert: int, dtype: torch.dtype) -> Array:
+    product = multiply(rows, _matrix(stack, expert))
+    return as_stored(product, activations_of(stack), dtype).numpy()
 
 
 def _matrix(stack: Weight, expert: int) -> Tensor:

@@ -14,6 +14,7 @@ from dsv4.formats.quantized import Weight
 from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.query import Queries, index_query, query_prepare
 from dsv4.ops.core.op import Fusion, Kernel
+from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression, compress
@@ -76,6 +77,12 @@ def query_attention(queries: Queries, to: Visible) -> Tensor:
     if not queries.is_prepared:
         q = query_prepare(q, to.batch.positions, to.frequencies, queries.eps)
     return attention(q, to)
+
+
+@_fused("output_rows", "grouped_linear", "linear")
+def output_projections(x: Tensor, wo_a: Weight, wo_b: Weight) -> Tensor | PartialSums:
+    """Attention `[tokens, groups, k]` through both of its output matrices."""
+    return linear_partial_sums(grouped_linear(x, wo_a), wo_b)
 
 
 @_fused("linear_partial_sums", "linear", reader="mhc_boundary")

@@ -290,7 +290,7 @@ def launch(
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
     kind = fmt
-    if _expands(x, fmt, e8m0, columns, config):
+    if expands(x, fmt, e8m0, columns, config):
         if fmt != BF16:
             data = (expand if fmt == NVFP4 else expand_fp8)(weights)
         kind, fmt = EXPANDED if fmt == NVFP4 else BF16, EXPANDED
@@ -373,7 +373,7 @@ def streams_stored(weight) -> bool:
     return even and rows // 64 * split_k(weight)[0] <= STREAM_PROGRAMS
 
 
-def _expands(x, fmt: int, e8m0: bool, columns: int, config: LinearConfig | None) -> bool:
+def expands(x, fmt: int, e8m0: bool, columns: int, config: LinearConfig | None) -> bool:
     """Whether to multiply weights as bf16, with the tiles for many rows. `mma` would take the
     columns of FP8 in another order."""
     if fmt == FP8 and (not e8m0 or describe(x.device).products == "mma"):

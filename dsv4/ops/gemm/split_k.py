@@ -42,9 +42,9 @@ def split_k(weight: Weight, step: int = STEP, ranges_of: Ranges = num_ranges) ->
 
 @dataclass(frozen=True)
 class PartialSums:
-    """`values` fp32 `[groups, ranges, tokens, size]`: ranges are summed first, then groups, each in
-    ascending order. Channel c is then multiplied by `factor[c * len(factor) // size]` and rounded
-    to `dtype`."""
+    """`values` `[groups, ranges, tokens, size]`: ranges are summed first, then groups, each in
+    fp32 in ascending order. Channel c is then multiplied by `factor[c * len(factor) // size]` and
+    rounded to `dtype`."""
 
     values: Tensor
     factor: Tensor | None
@@ -58,7 +58,7 @@ class PartialSums:
         return PartialSums(self.values[:, :, rows], self.factor, self.dtype)
 
     def total(self) -> Tensor:
-        total = torch.zeros_like(self.values[0, 0])
+        total = torch.zeros_like(self.values[0, 0], dtype=torch.float32)
         for group in self.values:
             part = torch.zeros_like(total)
             for value in group:

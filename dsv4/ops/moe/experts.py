@@ -6,7 +6,8 @@
 W1 and W3 are stored as one matrix, gate rows first. Products, activation and the sum over experts
 are fp32; the sum runs over a token's experts in the given order, the shared expert last, and is
 rounded once. A padding row has experts -1 and is skipped; its result is undefined. For a matrix
-with `a8` or `a4` activations, its input (x or z) is rounded first.
+with `a8` or `a4` activations, its input (x or z) is rounded first, and its result is rounded to the
+dtype of `x`, as the publisher's is.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +49,7 @@ def expert_reference(
 
 def expert_inner(x: Tensor, w13: Weight, weight: Tensor | None, limit: float) -> Tensor:
     """The input of W2, in the dtype of `x`."""
-    gate, up = matmul_rows(rounded(x, activations_of(w13)), dense(w13)).chunk(2, dim=1)
+    gate, up = _product(x, w13).chunk(2, dim=1)
     z = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     if weight is not None:
         z.mul_(weight.unsqueeze(1))
@@ -56,7 +57,17 @@ def expert_inner(x: Tensor, w13: Weight, weight: Tensor | None, limit: float) ->
 
 
 def expert_outer(z: Tensor, w2: Weight) -> Tensor:
-    return matmul_rows(rounded(z, activations_of(w2)), dense(w2))
+    return _product(z, w2)
+
+
+def _product(x: Tensor, weight: Weight) -> Tensor:
+    width = activations_of(weight)
+    return as_stored(matmul_rows(rounded(x, width), dense(weight)), width, x.dtype)
+
+
+def as_stored(product: Tensor, width: str, dtype: torch.dtype) -> Tensor:
+    """A product in fp32, for rounded inputs with the numbers that `dtype` has."""
+    return product if width == "a16" else product.to(dtype).float()
 
 
 def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
@@ -68,7 +79,8 @@ def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) 
 def sum_pairs(expert_sums: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 `[tokens, chosen, size]` and the shared expert's `[tokens, size]` -> their sum: experts
     in the given order, the shared one last, rounded once."""
-    total = torch.zeros_like(shared)  # so a sum of -0.0 alone is 0.0, as in kernels
+    # from zero, so a sum of -0.0 alone is 0.0, as in kernels
+    total = torch.zeros_like(shared, dtype=torch.float32)
     for part in expert_sums.unbind(1):
         total = total + part
     return (total + shared).to(dtype)

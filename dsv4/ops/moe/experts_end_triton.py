@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.formats.quantized import activations_of
 from dsv4.ops.core.helpers_device import depend, swiglu
 from dsv4.ops.core.launch import a8_reason, dependent_options, launch_options, native_reason
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
@@ -22,8 +23,8 @@ def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     live = column < inner
-    gate = tl.load(h + row * (2 * inner) + column, mask=live, other=0.0)
-    up = tl.load(h + row * (2 * inner) + inner + column, mask=live, other=0.0)
+    gate = tl.load(h + row * (2 * inner) + column, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(h + row * (2 * inner) + inner + column, mask=live, other=0.0).to(tl.float32)
     tl.store(z + row * inner + column, swiglu(gate, up, limit).to(tl.bfloat16), mask=live)
 
 
@@ -57,11 +58,17 @@ def _multiply(x, weight, out) -> None:
         linear_triton.launch(x, [weight], [out])
 
 
+def _dtype_of(weight) -> torch.dtype:
+    """Of a product."""
+    return torch.float32 if activations_of(weight) == "a16" else torch.bfloat16
+
+
 def shared_output(x, w13, w2, limit):
-    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or with low-precision activations."""
+    """`[tokens, size]` of a shared expert in FP8 or bf16, fp32; or with low-precision activations,
+    bf16."""
     tokens, inner = x.shape[0], w2.shape[1]
-    h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
-    part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
+    h = torch.empty(tokens, 2 * inner, dtype=_dtype_of(w13), device=x.device)
+    part = torch.empty(tokens, w2.shape[0], dtype=_dtype_of(w2), device=x.device)
     _multiply(x, w13, h)
     if isinstance(w2, ScaledTensor):
         linear_scaled_triton.launch(h, [w2], [part], limit=limit)
@@ -95,7 +102,7 @@ def _combine_kernel(
 
 
 def combine(expert_sums, extra, y, places, ranges=1, *, early=False) -> None:
-    """Add `expert_sums` `[tokens, places, ranges, size]` fp32 and the separate result into `y`.
+    """Add `expert_sums` `[tokens, places, ranges, size]` and the separate result into `y`, in fp32.
     `early`: the launch may start before the previous one is complete."""
     tokens, size = y.shape
     _combine_kernel[(triton.cdiv(size, 1024), tokens)](

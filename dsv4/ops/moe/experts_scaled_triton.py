@@ -3,7 +3,7 @@
 
 Pairs are sorted by expert and split into tiles. With few tokens a tile gathers the quantised rows
 of its tokens; with many, rows are quantised once per pair, contiguous for each tile, so that
-descriptors can read them. Gate and up are stored as fp32 in sorted order; one launch clamps,
+descriptors can read them. Gate and up are stored as bf16 in sorted order; one launch clamps,
 activates, weights and quantises them, and the down matrix writes each pair's result. Results are
 summed in the order of a token's experts, the shared one last. Every matrix uses a single K range,
 with few tokens and with many.
@@ -48,9 +48,9 @@ def run(x, experts, weights, by, config=None):
     num_pairs = experts.numel()
     extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit)
     grouped = group_by_expert(experts, w2.shape[0], config.bn)
-    h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
+    h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.bfloat16)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
-    expert_sums = workspace(x.device, "scaled_partial_sums", num_pairs * w2.rows, torch.float32)
+    expert_sums = workspace(x.device, "scaled_partial_sums", num_pairs * w2.rows, torch.bfloat16)
     swiglu = {"source": SWIGLU, "weight": weights, "limit": by.limit}
     if config.few:
         rows = _rows(x, num_tokens, w13, config)

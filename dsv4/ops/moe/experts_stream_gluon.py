@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.ops.core.helpers_device import swiglu
+from dsv4.ops.core.helpers_device import swiglu, through_bf16
 from dsv4.ops.gemm.variants.stream_gluon import (
     OUT,
     SUMS,
@@ -29,7 +29,7 @@ from dsv4.ops.gemm.variants.stream_gluon import (
 )
 from dsv4.ops.moe.expert_tensors import expert_weights, is_mx, num_expert_ranges, partial_sums
 
-activate = gluon.jit(swiglu.fn)
+activate, stored = gluon.jit(swiglu.fn), gluon.jit(through_bf16.fn)
 HALF = gl.constexpr(32)
 UP_STAGES, DOWN_STAGES = 5, 3  # pairs of tiles in a ring
 
@@ -45,10 +45,11 @@ def _tile_at(words, scales, tile, steps, MX: gl.constexpr):
 
 @gluon.jit
 def activate_shared(
-    sums, z, rest, num_rest, part, inner, limit, RANGES: gl.constexpr, LAYOUT: gl.constexpr
+    sums, z, rest, num_rest, part, inner, limit, RANGES: gl.constexpr, ROUNDED: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """32 activations of the shared expert, from RANGES partial sums of its gate and up rows. Its
-    result will be a single sum: the `rest` of its ranges is zero."""
+    result will be a single sum: the `rest` of its ranges is zero. ROUNDED: for a8."""
     for first in range(part * HALF, num_rest, gl.num_programs(0) * HALF):
         at = first + gl.arange(0, HALF, layout=LAYOUT)
         gl.store(rest + at, gl.zeros([HALF], gl.float32, LAYOUT), mask=at < num_rest)
@@ -60,6 +61,8 @@ def activate_shared(
         at = sums + index * 2 * inner + column
         gate += gl.load(at, mask=live, other=0.0, cache_modifier=".cg")
         up += gl.load(at + inner, mask=live, other=0.0, cache_modifier=".cg")
+    if ROUNDED:
+        gate, up = stored(gate, True), stored(up, True)
     result = activate(gate, up, limit)
     gl.store(z + column, result.to(gl.bfloat16), mask=live)
 
@@ -107,8 +110,9 @@ def up_stream(
             gdc_launch_dependents()
             if place == 0:
                 activate_shared(
-                    shared, z + chosen * inner, rest, num_rest, part, inner, limit, SHARED, LAYOUT
-                )
+                    shared, z + chosen * inner, rest, num_rest, part, inner, limit, SHARED, False,
+                    LAYOUT,
+                )  # fmt: skip
         if PLACED:  # noqa: SIM102 - a constant, then a value
             if part == 0:
                 gl.atomic_add(counts + expert, gl.where(found >= 0, 1, 0), sem="relaxed")

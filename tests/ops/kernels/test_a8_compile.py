@@ -13,6 +13,7 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
     "gluon": {
         "_a8_prompt_kernel": 2,
         "_a8_prompt_experts_kernel": 2,
+        "_prompt_kernel": 1,
         "a8_stream": 4,
         "a8_up_stream": 1,
         "a8_down_stream": 1,
@@ -23,6 +24,7 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
         "_gather_rows_kernel": 1,
         "_a8_prompt_kernel": 4,
         "_a8_prompt_experts_kernel": 4,
+        "_prompt_kernel": 1,
         "a8_stream": 4,
         "a8_up_stream": 1,
         "a8_down_stream": 1,
@@ -34,7 +36,10 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
 def test_kernels_compile(cases: str) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90, cases)
-    products = [row for row in rows if not row["kernel"].endswith("_rows_kernel")]
+    products = [
+        row for row in rows if not row["kernel"].endswith(("_rows_kernel", "_prompt_kernel"))
+    ]
+    products += [row for row in rows if row["kernel"] == "_a8_prompt_kernel"]
     kernels = [row["kernel"] for row in rows]
     assert {name: kernels.count(name) for name in kernels} == NUMBERS[cases]
     for row in rows:
@@ -70,8 +75,10 @@ ONLY_IN_ALL = {
 def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
+    from dsv4.ops.gemm.a8 import fp8_rows_triton as prompt_rows
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, gather_rows, make_a8_rows
+    from dsv4.ops.gemm.variants import prompt_gluon
     from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
     from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
     from tests.ops.kernels.test_weight_compile import as_on_hopper
@@ -79,7 +86,7 @@ def all_launches() -> Iterator[Launch]:
     as_on_hopper()  # launches of few rows start early
     x = torch.zeros(256, 4096, dtype=torch.bfloat16)
     yield "a8 rows", lambda: make_a8_rows(x[:16], "rows")
-    yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16].float(), "rows", limit=10.0)
+    yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16], "rows", limit=10.0)
     yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
     grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 6 * 256, dtype=torch.int32)), 4)
@@ -94,12 +101,19 @@ def all_launches() -> Iterator[Launch]:
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
+    groups = prompt_rows.room(x.device, "rows", 256, 1024)
+    yield (
+        "a8 prompt rows of groups",
+        lambda: prompt_gluon.launch(
+            x.repeat(1, 2), [torch.zeros(1024, 4096).bfloat16()], [groups], [(2, 16)], [None], 2
+        ),
+    )
     yield from stream_launches()
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
         weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)
-        kind, size, dtype = ("up", 256, torch.bfloat16) if up else ("down", 512, torch.float32)
-        out = torch.empty(256, size, dtype=dtype)
+        kind, size = ("up", 256) if up else ("down", 512)
+        out = torch.empty(256, size, dtype=torch.bfloat16)
         given = {"weights": torch.ones(256), "limit": 10.0} if up else {}
         for bm, tiles in ((16, 1), (16, 2), (32, 2), (64, 1), (128, 1)):
             more = {**given, "tiles": tiles} | ({"chosen": 2} if up else {})

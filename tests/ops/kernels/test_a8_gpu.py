@@ -214,8 +214,8 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
     given: dict[str, Any] = {"weights": torch.rand(8192, 6, **cuda), "limit": 10.0}
     for n, k, size, more in ((4096, 4096, 2048, given), (4096, 2048, 4096, {})):
         weight, x = random_a8_mxfp4(n, k, 256, paired=bool(more)), any_rows(8192, k)
-        dtype = torch.bfloat16 if more else torch.float32
-        wanted, found = (torch.empty(8192 * 6, size, dtype=dtype, device="cuda") for _ in "ab")
+        shape = {"size": (8192 * 6, size), "dtype": torch.bfloat16, "device": "cuda"}
+        wanted, found = (torch.empty(**shape) for _ in "ab")
         grouped = group_by_expert(chosen, 256, 128)
         rows = gather_rows(make_a8_rows(x, "test"), grouped.groups, 6, "pairs")
         plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
@@ -288,3 +288,26 @@ def test_a_tokens_experts_stream(size: int, inner: int) -> None:
         # a step ahead of the host may have drawn no token: no expert is read from outside
         assert fused.run(x, token - 1, gate, by).total().shape == wanted.shape
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("rows", [1024, 3001])
+@pytest.mark.parametrize("columns", [1024, 4096])
+def test_output_projections_have_the_bits_of_two_ops(rows: int, columns: int) -> None:
+    """A prompt's `wo_a` leaves rows for `wo_b` that the op between them would have made."""
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.fused import output_rows_triton as fused
+    from dsv4.ops.gemm.grouped_linear import grouped_linear
+    from dsv4.ops.gemm.linear import linear
+    from dsv4.ops.gemm.weights.a8 import random_a8_fp8
+
+    generator = torch.Generator().manual_seed(rows)
+    wo_a = Fp8BlockTensor(*fp8.quantize_tiles(torch.randn(8 * 256, columns, device="cuda")), 128)
+    wo_b = random_a8_fp8(640, 8 * 256, generator).to("cuda")
+    x = torch.randn(rows, 8, columns, generator=generator).bfloat16().cuda()
+    x[3, 2, 5], x[4], x[5, 1] = float("nan"), 0, x[5, 1] * 1e4
+    assert fused.supports(x, wo_a, wo_b) is None
+    wanted = linear(grouped_linear(x, wo_a), wo_b)
+    assert wanted[3].isnan().all()
+    for _ in range(5):
+        assert torch.equal(fused.run(x, wo_a, wo_b).nan_to_num(7e4), wanted.nan_to_num(7e4))

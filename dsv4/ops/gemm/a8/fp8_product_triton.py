@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import depend, swiglu
+from dsv4.ops.core.helpers_device import depend, swiglu, through_bf16
 from dsv4.ops.core.launch import dependent_options, interpreting, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
@@ -136,9 +136,12 @@ def _range_sum(
 
 
 @triton.jit
-def _store_swiglu(acc, z, rows, live, tile, inner, weight, limit, BM: tl.constexpr):
+def _store_swiglu(
+    acc, z, rows, live, tile, inner, weight, limit, BM: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Of 16 weight rows the first 8 are gates. `z` `[rows, inner]` in bf16."""
     BN: tl.constexpr = acc.shape[0]
+    acc = through_bf16(acc, ASM)
     gate, up = tl.split(acc.reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1))
     value = swiglu(gate, up, limit).reshape(BN // 2, BM) * weight[None, :]
     column = tile * 32 + tl.arange(0, BN // 2)
@@ -208,7 +211,7 @@ def _a8_kernel(
         total = total * tl.load(factors + expert)
     if T.end == 1:
         weight = tl.load(weights + pairs, mask=live, other=0.0)
-        _store_swiglu(total, out, rows, live, pid * T.tiles, size, weight, limit, BM)
+        _store_swiglu(total, out, rows, live, pid * T.tiles, size, weight, limit, BM, T.asm)
     else:
         to = pairs if T.end == 2 else rows
         if T.partial:

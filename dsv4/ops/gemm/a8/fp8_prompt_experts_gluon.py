@@ -10,7 +10,8 @@ the next one is in it.
 
 Copies (TMA) write the ring through another path than loads read it. A load that was issued may
 still be waiting when the buffer's barrier is arrived at, and then finds the next step's numbers; so
-loads are fenced before a buffer is given back. Products need no fence: their wait ends their reads.
+loads are fenced before a buffer is given back, or it is given back a step later, when all that was
+loaded has been used. Products need no fence: their wait ends their reads.
 
 Sums and their order are those of fp8_product_triton.py, so bits are equal. Weights are in the M
 slot, unlike those of fp8_prompt_gluon.py: with few rows per expert that is faster.
@@ -29,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.ops.core.gpu import describe
-from dsv4.ops.core.helpers_device import swiglu
+from dsv4.ops.core.helpers_device import swiglu, through_bf16
 from dsv4.ops.gemm.a8.fp8_product_triton import PAIRS, SWIGLU
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import joined, sums_layout, tma_load
 from dsv4.ops.gemm.a8.unpack_mxfp4_device import operand, unpack
@@ -38,7 +39,7 @@ ROWS = 64  # input rows of one copy
 PIECE, WIDTH = gl.constexpr(ROWS), gl.constexpr(128)  # input rows of a copy, columns of a step
 PACKED = gl.constexpr(64 * (16 + 1) * 4)  # bytes of MXFP4 in 64 rows and 128 columns
 WARPS, COPY_REGISTERS = 4, 24
-activated = gluon.jit(swiglu.fn)
+activated, stored = gluon.jit(swiglu.fn), gluon.jit(through_bf16.fn)
 
 
 class PieceTile(NamedTuple):
@@ -48,6 +49,7 @@ class PieceTile(NamedTuple):
     groups: int  # that multiply, each by 64 weight rows
     stages: int
     registers: int  # of a multiplying thread
+    late: bool  # give a buffer back in the next step, when what was loaded has been used
 
     @property
     def rows(self) -> int:
@@ -57,7 +59,7 @@ class PieceTile(NamedTuple):
 # by the rows of an expert, with even routing 192 of 8,192 tokens and 48 of 2,048
 MANY_HEIGHTS = ((64,), (64, 64), (64, 64, 64), (64, 64, 64, 32), (64, 64, 64, 64))
 FEW_HEIGHTS = ((32,), (32, 16), (64,))
-MANY, FEW = PieceTile(MANY_HEIGHTS, 2, 4, 240), PieceTile(FEW_HEIGHTS, 4, 5, 112)
+MANY, FEW = PieceTile(MANY_HEIGHTS, 2, 4, 240, False), PieceTile(FEW_HEIGHTS, 4, 5, 112, True)
 FEW_ROWS = 56  # of an expert, up to which tiles are few
 
 
@@ -197,9 +199,11 @@ def _sums(group, at, b, job, H: gl.constexpr, T: gl.constexpr):
     sums = ()
     for i in gl.static_range(COUNT):
         sums = joined(sums, _zeros(rows_of(T, H, i)))
-    for _ in range(0, job.steps):
+    for step in range(0, job.steps):
         slot = at % T.stages
         mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+        if T.late:
+            _give_back(at - 1, b, step > 0, T)
         place = slot * T.groups + group
         words, low, high = unpack(b.words.index(place), b.shifts.index(place))
         a = operand(words, low, high)
@@ -212,10 +216,19 @@ def _sums(group, at, b, job, H: gl.constexpr, T: gl.constexpr):
                 product = _start(a, b, slot, first_of(T, H, i + 1), rows_of(T, H, i + 1))
             added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
         sums = added
-        fence_async_shared()
-        mbarrier.arrive(b.empty.index(slot), count=1)
+        if not T.late:
+            fence_async_shared()
+            _give_back(at, b, True, T)
         at += 1
+    if T.late:
+        fence_async_shared()
+        _give_back(at - 1, b, True, T)
     return sums
+
+
+@gluon.jit
+def _give_back(at, b, given, T: gl.constexpr):
+    mbarrier.arrive(b.empty.index((at + T.stages) % T.stages), count=1, pred=given)
 
 
 @gluon.jit
@@ -243,7 +256,7 @@ def _store_swiglu(sums, factor, n_row, row, height, job, H: gl.constexpr, T: gl.
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     column = n_row // 2 + gl.arange(0, 32, layout=gl.SliceLayout(1, STORE))
     for i in gl.static_range(count_of(T, H)):
-        both = (sums[i] * factor).reshape([4, 2, 8, rows_of(T, H, i)])
+        both = stored(sums[i] * factor, True).reshape([4, 2, 8, rows_of(T, H, i)])
         gate, up = gl.split(gl.permute(both, [0, 2, 3, 1]))
         value = activated(gate, up, job.limit).reshape([32, rows_of(T, H, i)])
         r = _input_rows(gl.SliceLayout(0, value.type.layout), H, i, T)
@@ -335,8 +348,6 @@ def multiply_experts(rows, weight, out, grouped, tile, *, weights=None, limit=0.
     """Like that of fp8_product_triton.py; `rows` has a row per sorted pair and four copies of its
     scales, `grouped` tiles of `tile.rows`; the sides of `weight` are multiples of 128."""
     shared, flat = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
-    if weights is None:  # fp32 results are turned in shared memory
-        tile = tile._replace(stages=4)
     n_tiles = weight.shape[-2] // (64 * tile.groups)
     items = grouped.num_tiles * n_tiles
     _a8_prompt_experts_kernel[(min(describe(out.device).multiprocessors, items),)](

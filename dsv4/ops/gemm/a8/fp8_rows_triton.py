@@ -108,7 +108,7 @@ def _buffers(rows: A8Rows) -> A8Buffers:
     return A8Buffers(rows.codes, rows.scales, rows.scales.stride(0))
 
 
-def _room(device, name: str, count: int, columns: int, copies: int) -> A8Rows:
+def room(device, name: str, count: int, columns: int, copies: int = 1) -> A8Rows:
     """Rows in the workspace `name`."""
     stride = triton.cdiv(count, 4) * 4  # descriptors need multiples of 16 bytes
     codes = workspace(device, f"{name}_codes", count * columns, torch.uint8)
@@ -123,7 +123,7 @@ def make_a8_rows(x, name: str, *, copies=1, limit=None) -> A8Rows:
     above."""
     count, size = x.shape[0], x.shape[1] if limit is None else x.shape[1] // 2
     columns = triton.cdiv(size, A8_GROUP) * A8_GROUP
-    rows = _room(x.device, name, count, columns, copies)
+    rows = room(x.device, name, count, columns, copies)
     tall = copies > 1 or count >= TALL
     across = TALL_GROUPS if tall else triton.next_power_of_2(columns // A8_GROUP)
     num = TALL_ROWS if tall else 1
@@ -139,7 +139,7 @@ def gather_rows(rows: A8Rows, groups, chosen: int, name: str) -> A8Rows:
     """A row per sorted pair, and COPIES of its scales, in the workspace `name`; `rows` has one per
     token, of `chosen` pairs each."""
     count, columns = rows.num_rows * chosen, rows.codes.shape[1]
-    pairs = _room(rows.codes.device, name, count, columns, COPIES)
+    pairs = room(rows.codes.device, name, count, columns, COPIES)
     _gather_rows_kernel[(triton.cdiv(count, TALL_ROWS), triton.cdiv(rows.num_steps, TALL_GROUPS))](
         _buffers(rows), groups.sorted_pairs, chosen, _buffers(pairs), columns, count,
         COPIES=COPIES, ROWS=TALL_ROWS, GROUPS=TALL_GROUPS, **launch_options(ROW_WARPS),

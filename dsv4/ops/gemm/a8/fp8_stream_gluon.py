@@ -27,8 +27,8 @@ from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import sums_layout
 from dsv4.ops.gemm.a8.unpack_mxfp4_device import viewed
-from dsv4.ops.gemm.quantize_rows_triton import scale_of
 from dsv4.ops.gemm.split_k import split_k
+from dsv4.ops.gemm.variants.prompt_gluon import quantized
 from dsv4.ops.gemm.variants.stream_gluon import (
     OUT,
     ROWS,
@@ -43,7 +43,6 @@ from dsv4.ops.gemm.variants.stream_gluon import (
     wait_group,
 )
 
-scale_of_bits = gluon.jit(scale_of.fn)
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))  # what wgmma reads
 COPY = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 FEW = gl.constexpr(gl.BlockedLayout([1, 1, 32], [1, 8, 4], [4, 1, 1], [2, 1, 0]))  # of eight rows
@@ -54,14 +53,6 @@ def row_layout(most):
     """Steps and columns of a row. No two threads load the same numbers: all programs want these."""
     wide = min(most, 32)
     return gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _scaled(value, AXIS: gl.constexpr):
-    """(E4M3 codes, scales) of fp32 values with 128 columns on the last axis, AXIS."""
-    power, inverse = scale_of_bits(gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, AXIS))
-    code = (value * gl.expand_dims(inverse, AXIS)).to(gl.float8e4nv)
-    return code, ((power + 127) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -76,7 +67,7 @@ def quantize_row(x, factor, steps, MOST: gl.constexpr):
     step = gl.expand_dims(gl.arange(0, MOST, layout=gl.SliceLayout(1, ROW)), 1)
     at = step * 128 + gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, ROW)), 0)
     value = gl.load(x + at, mask=at < steps * 128, other=0.0, cache_modifier=".cg")
-    code, scale = _scaled(value.to(gl.float32), 1)
+    code, scale = quantized(value.to(gl.float32), 1)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     lines = viewed(codes, gl.float8e4nv, [MOST, ROWS * 128], PLAIN)
     lines.slice(0, 128, dim=1).store(code)
@@ -108,7 +99,7 @@ def _quantize_rows(x, x_stride, num_rows, factors_at, steps, MOST: gl.constexpr)
         mask = (row < num_rows) & (step < steps) & (column >= 0)
         at = row * x_stride + step * 128 + column
         value = gl.load(x + at, mask=mask, other=0.0, cache_modifier=".cg")
-        code, scale = _scaled(value.to(gl.float32), 2)
+        code, scale = quantized(value.to(gl.float32), 2)
         chunks.index(part).store(code.reshape([4 * ROWS, 128]))
         scales.index(part).store(scale * gl.expand_dims(factor, 1))
     return codes, factors

@@ -5,7 +5,8 @@ matrices that read the same rows.
 A program walks over tiles of 192 input rows by 128 weight rows. One warp copies both into a ring of
 buffers, 64 columns at a time; three groups of four warps multiply 64 input rows each. K's ranges
 have no end for the ring, which is always full. Results leave through shared memory as copies, which
-go on while the next tile is multiplied.
+go on while the next tile is multiplied. A tile's 128 columns are what a scale of a8 rows covers, so
+a matrix may leave such rows instead (gemm/a8/fp8_rows_triton.py), rounded to bf16 first.
 
 Sums and their order are those of linear_triton.py, and `wgmma` gives the same bits with operands in
 each other's place. The interpreter does not run Gluon; a GPU test compares both to the last bit.
@@ -27,11 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.ops.core.gpu import describe
-from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.helpers_device import append, through_bf16
+from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows
+from dsv4.ops.gemm.quantize_rows_triton import scale_of
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-joined = gluon.jit(append.fn)
+joined, stored = gluon.jit(append.fn), gluon.jit(through_bf16.fn)
+scale_of_bits = gluon.jit(scale_of.fn)
 MOST_MATRICES = 6
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(128)  # input rows of a group, weight rows of a tile
 COLUMNS = gl.constexpr(64)  # of a stage
@@ -130,6 +134,23 @@ def _multiply_tile(group, at, count, per_range, b, job, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def quantized(value, AXIS: gl.constexpr):
+    """(E4M3 codes, scales) of fp32 values with 128 columns on the last axis, AXIS."""
+    power, inverse = scale_of_bits(gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, AXIS))
+    code = (value * gl.expand_dims(inverse, AXIS)).to(gl.float8e4nv)
+    return code, ((power + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _quantize(total, row, tile, scales, stride):
+    """Codes of a8 rows; the scales are stored."""
+    code, scale = quantized(stored(total, True), 1)
+    at = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(WIDTH)))
+    gl.store(scales + tile * stride + at, scale, mask=at < stride)
+    return code
+
+
+@gluon.jit
 def _store(value, row, column, out, group, b, OFFSET: gl.constexpr):
     """Copies a line of 128 bytes wide, from two buffers in turn."""
     SIZE: gl.constexpr = value.shape[1]
@@ -157,7 +178,7 @@ def _scaled(total, factors, tile, size, part_rows):
 
 
 @gluon.jit
-def _multiply(group, outs, factors, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(group, outs, factors, scales, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
     """The job of a multiplying warpgroup."""
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
@@ -174,14 +195,16 @@ def _multiply(group, outs, factors, b, job, BAND: gl.constexpr, STAGES: gl.const
                 value = total
                 if len(factors) > 0:
                     value = _scaled(total, factors[i], tile, job.sizes[i], job.part_rows[i])
+                if len(scales) > 0:
+                    value = _quantize(total, row, tile, scales[0], scales[1])
                 _store(value, row, tile * WIDTH, outs[i], group, b, 0)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["m_tiles", "stages", "group_tiles"])
 def _prompt_kernel(
-    x_desc, w0, w1, w2, w3, w4, w5, out0, out1, out2, out3, out4, out5, factors, firsts, ranges,
-    per_range, sizes, part_rows, m_tiles, stages, group_tiles, NUM: gl.constexpr,
+    x_desc, w0, w1, w2, w3, w4, w5, out0, out1, out2, out3, out4, out5, factors, scales, firsts,
+    ranges, per_range, sizes, part_rows, m_tiles, stages, group_tiles, NUM: gl.constexpr,
     BAND: gl.constexpr, STAGES: gl.constexpr, NUM_REGISTERS: gl.constexpr,
     NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -211,9 +234,9 @@ def _prompt_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply, (0, outs, factors, b, job, BAND, STAGES)),
-            (_multiply, (1, outs, factors, b, job, BAND, STAGES)),
-            (_multiply, (2, outs, factors, b, job, BAND, STAGES)),
+            (_multiply, (0, outs, factors, scales, b, job, BAND, STAGES)),
+            (_multiply, (1, outs, factors, scales, b, job, BAND, STAGES)),
+            (_multiply, (2, outs, factors, scales, b, job, BAND, STAGES)),
             (_copy, (x_desc, matrices, b, job, BAND, STAGES)),
         ],
         [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
@@ -222,7 +245,7 @@ def _prompt_kernel(
 
 class PromptMatrix(NamedTuple):
     values: object  # bf16 rows
-    out: object
+    out: object  # rows, or those of a8; these of one matrix in bf16 alone
     split: tuple[int, int]  # ranges of K, steps of 128 columns in each
     factor: object  # None: values are as they are
 
@@ -235,7 +258,7 @@ def launch(x, data, outs, splits, factors, num_groups) -> bool:
     if columns % 128:
         return False
     matrices = [values.view(-1, columns) for values in data]
-    if not all(map(_fits, (x, *matrices, *outs))):
+    if not all(map(_fits, (x, *matrices, *map(_values, outs)))):
         return False
     found = sorted(map(PromptMatrix, matrices, outs, splits, factors), key=_dtype)
     for _, same in groupby(found, key=_dtype):
@@ -245,8 +268,12 @@ def launch(x, data, outs, splits, factors, num_groups) -> bool:
     return True
 
 
+def _values(out):
+    return out.codes if isinstance(out, A8Rows) else out
+
+
 def _dtype(matrix) -> str:
-    return str(matrix.out.dtype)
+    return str(_values(matrix.out).dtype)
 
 
 def _fits(rows) -> bool:
@@ -255,24 +282,25 @@ def _fits(rows) -> bool:
 
 def _launch(x, matrices, num_groups) -> None:
     shared = gl.NVMMASharedLayout(128, 16, 2)
-    size = matrices[0].out.element_size()
+    size = _values(matrices[0].out).element_size()
     results = gl.NVMMASharedLayout(COPY_BYTES, 8 * size, 2)
     padded = [*matrices, *[matrices[0]] * (MOST_MATRICES - len(matrices))]
     block, chunk = [int(ROWS), int(COLUMNS)], [int(ROWS), COPY_BYTES // size]
     weights = [
         TensorDescriptor.from_tensor(m.values, [int(WIDTH), int(COLUMNS)], shared) for m in padded
     ]
-    outs = [TensorDescriptor.from_tensor(m.out, chunk, results) for m in padded]
-    sizes = tuple(m.out.shape[1] for m in matrices)
+    outs = [TensorDescriptor.from_tensor(_values(m.out), chunk, results) for m in padded]
+    sizes = tuple(_values(m.out).shape[1] for m in matrices)
     tiles = [triton.cdiv(n, int(WIDTH)) for n in sizes]
-    scaled = matrices[0].factor is not None
+    scaled, first = matrices[0].factor is not None, matrices[0].out
+    scales = (first.scales, first.scales.stride(0)) if isinstance(first, A8Rows) else ()
     factors = tuple(m.factor for m in matrices) if scaled else ()
     part_rows = tuple(n // f.shape[-1] for n, f in zip(sizes, factors, strict=False))
     m_tiles = triton.cdiv(x.shape[0], int(ROWS) * int(GROUPS))
     programs = min(describe(x.device).multiprocessors, m_tiles * sum(tiles))
     per_step, columns = 128 // int(COLUMNS), matrices[0].values.shape[1]
     _prompt_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, block, shared), *weights, *outs, factors,
+        TensorDescriptor.from_tensor(x, block, shared), *weights, *outs, factors, scales,
         (0, *accumulate(tiles)), tuple(m.split[0] for m in matrices),
         tuple(m.split[1] * per_step for m in matrices), sizes, part_rows, m_tiles,
         columns // int(COLUMNS), sum(tiles) // num_groups, NUM=len(matrices),

@@ -32,7 +32,7 @@ from dsv4.ops.gemm.variants.stream_gluon import (
 )
 from dsv4.ops.gemm.variants.stream_gluon import barrier as wait_for_threads
 from dsv4.ops.moe import router_triton
-from dsv4.ops.moe.experts_stream_gluon import activate, activate_shared
+from dsv4.ops.moe.experts_stream_gluon import activate, activate_shared, stored
 
 STAGES, WIDE = 4, 2  # of the ring; tiles that are copied together
 TILE_BYTES = 64 * (16 + 1) * 4
@@ -126,9 +126,11 @@ def a8_up_stream(
     gdc_launch_dependents()
     if place == 0:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        activate_shared(shared, z + chosen * inner, z, 0, part, inner, limit, RANGES, LAYOUT)
+        activate_shared(
+            shared, z + chosen * inner, z, 0, part, inner, limit, RANGES, True, LAYOUT
+        )  # fmt: skip
     sums = _stream(words_room, shifts_room, words, shifts, codes, scales, steps, S, WIDE)
-    both = (sums * factor).reshape([4, 2, 8, ROWS])
+    both = stored(sums * factor, True).reshape([4, 2, 8, ROWS])
     gate, up = gl.split(gl.permute(both, [0, 2, 3, 1]))
     value = (activate(gate, up, limit).reshape([32, ROWS]) * weight).to(gl.bfloat16)
     L: gl.constexpr = value.type.layout
@@ -151,7 +153,7 @@ def a8_down_stream(
     factor = gl.load(factors + expert)
     codes, scales = quantize_row(z + place * inner, 1.0, steps, MOST)
     sums = _stream(words_room, shifts_room, words, shifts, codes, scales, steps, S, WIDE)
-    sums = gl.convert_layout(sums * factor, OUT)
+    sums = gl.convert_layout((sums * factor).to(gl.bfloat16), OUT)
     gdc_wait()
     column = gl.expand_dims(part * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT)), 1)
     only = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
@@ -159,7 +161,7 @@ def a8_down_stream(
 
 
 def run(x, token_ids, gate, by):
-    """fp32 `[places, 1, size]`, the shared expert's result last."""
+    """bf16 `[places, 1, size]`, the shared expert's result last."""
     return launch(x, *router_triton.run(x, token_ids, gate), by)
 
 
@@ -171,7 +173,7 @@ def launch(x, chosen, weights, by):
     shared = workspace(device, "shared_sums", ranges * rows, torch.float32)[: ranges * rows]
     multiply(x, [by.shared_w13], [shared.view(ranges, 1, rows)], partial=True)
     z = workspace(device, "experts_z", places * inner, torch.bfloat16)[: places * inner]
-    sums = workspace(device, "experts_partial_sums", places * size, torch.float32)
+    sums = workspace(device, "a8_partial_sums", places * size, torch.bfloat16)
     sums = sums[: places * size].view(places, 1, size)
     grid = (w13.words.shape[1], places - 1)
     a8_up_stream[grid](

@@ -6,7 +6,7 @@ The first product clamps, activates, weights and rounds to bf16, one launch quan
 and the second writes each pair's row. Rows are summed in the order of a token's experts, the shared
 one last. In prompts (gemm/a8/fp8_prompt_experts_gluon.py) each pair has its own copy of its token's
 quantised row, next to those of its expert. A single token's experts, after its router, are
-experts_a8_stream_gluon.py.
+experts_a8_stream_gluon.py. Results of both products are bf16, and so are the sums' parts.
 """
 
 from importlib import import_module
@@ -58,14 +58,14 @@ def run(x, experts, weights, by, bm=None):
 
 
 def partial_sums(x, experts, weights, by, *, with_shared=True, bm=None, gather=None):
-    """fp32 `[tokens, chosen, 1, size]` in a workspace, undefined for experts below zero, and the
+    """bf16 `[tokens, chosen, 1, size]` in a workspace, undefined for experts below zero, and the
     shared expert's result, if wanted. `gather`: see `split_experts`."""
     chosen, w13, w2 = experts.shape[1], by.w13, by.w2
     num_pairs, inner, num_experts = experts.numel(), w13.rows // 2, w2.shape[0]
     early = x.shape[0] <= EARLY_ROWS
     z = workspace(x.device, "experts_z", num_pairs * inner, torch.bfloat16)
     z = z[: num_pairs * inner].view(num_pairs, inner)
-    sums = workspace(x.device, "a8_partial_sums", num_pairs * w2.rows, torch.float32)
+    sums = workspace(x.device, "a8_partial_sums", num_pairs * w2.rows, torch.bfloat16)
     sums = sums[: num_pairs * w2.rows].view(num_pairs, w2.rows)
     # first: it may quantise its own rows in the same workspace
     extra = _separate_output(x, by) if with_shared else None
@@ -101,10 +101,10 @@ def _separate_output(x, by):
 
 
 def _shared_output(rows, by):
-    """fp32 `[tokens, size]` of the shared expert with a8 rows."""
+    """bf16 `[tokens, size]` of the shared expert with a8 rows."""
     count, w13, w2 = rows.num_rows, by.shared_w13, by.shared_w2
-    h = torch.empty(count, w13.shape[0], dtype=torch.float32, device=rows.codes.device)
-    part = torch.empty(count, w2.shape[0], dtype=torch.float32, device=rows.codes.device)
+    h = torch.empty(count, w13.shape[0], dtype=torch.bfloat16, device=rows.codes.device)
+    part = torch.empty(count, w2.shape[0], dtype=torch.bfloat16, device=rows.codes.device)
     linear_a8_triton.multiply(rows, w13, h)
     linear_a8_triton.multiply(make_a8_rows(h, "a8_shared", limit=by.limit), w2, part)
     return part
