@@ -98,8 +98,9 @@ LINES_IN_FILES_OF_OPS = {
         "cc17e39 45f1b5a 60558af f369d0f bf128d3",
     ),
     "FP8 rows as trained, prompts": (
-        159,
-        "34848e0 aab6c0d 5bca901 fc3cc07 a7341ae 3b2cae0 be2488d 07f4dfd ce8421d 78aaf12",
+        214,
+        "34848e0 aab6c0d 5bca901 fc3cc07 a7341ae 3b2cae0 be2488d 07f4dfd ce8421d 78aaf12 "
+        "a13b5ba 0c8e01a 663f8d8",
     ),
 }
 
