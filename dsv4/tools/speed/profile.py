@@ -30,6 +30,7 @@ FAMILIES = {
     ),
     "mhc": (
         "update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel",
+        "_update_prompt_kernel", "_matrix_parts_kernel",
     ),
     "attention": (
         "_loop_kernel", "_merge_kernel", "_split_kernel", "_weights_kernel", "_values_kernel",
