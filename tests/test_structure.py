@@ -167,7 +167,8 @@ LINE_BUDGET = {
     # experts fit
     # 67 for the random model of the doctor of ranks and the commands of a layout, 7 for its
     # sizes counted once; 18 for random weights as `auto` multiplies them
-    "tools": 10531,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    # 1 for mHC of prompts in a profile
+    "tools": 10532,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
     # 200 for plans over several GPUs and join; 8 for exit codes of dead ranks, 3 for draft files
     # 5 for choices that type checkers see; 16 for options of plan that would mean nothing,
     # 3 for empty prompts and wrong efforts, 4 for terminals without boxes
