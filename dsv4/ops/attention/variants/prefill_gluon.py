@@ -213,9 +213,7 @@ def _attend(sink, out, b, by, OWN: gl.constexpr, WT: gl.constexpr):
         for step in range(0, num_tiles):
             which = step & 1
             if which == 0:
-                none = (
-                    step >> 30
-                )  # 0, which the compiler does not know: it would keep all addresses
+                none = step >> 30  # 0; a compiler that knew would keep all addresses
                 queries = places.queries + none
                 own = none + (places.odd if OWN == 1 else places.even)
                 if step + OWN < num_tiles:

@@ -301,7 +301,7 @@ def multiply_rows(rows, weight, out, tile=None) -> None:
         TensorDescriptor.from_tensor(rows.scales, [1, 64], gl.NVMMASharedLayout(0, 32, 2)),
         TensorDescriptor.from_tensor(weight.data, [128, 128], shared),
         TensorDescriptor.from_tensor(out, [64, chunk], results),
-        weight.scale, rows.num_rows, weight.shape[0], n_tiles,
-        m_tiles, rows.num_steps, per_range, T=tile, NUM_REGISTERS=REGISTERS[tile.groups],
-        NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
+        weight.scale, rows.num_rows, weight.shape[0], n_tiles, m_tiles, rows.num_steps, per_range,
+        T=tile, NUM_REGISTERS=REGISTERS[tile.groups], NUM_COPY_REGISTERS=COPY_REGISTERS,
+        num_warps=WARPS,
     )  # fmt: skip
