@@ -210,7 +210,8 @@ def experts_of_own_rows_only(patch: pytest.MonkeyPatch) -> None:
 def heads_of_a_slice(patch: pytest.MonkeyPatch) -> None:
     """wo_b applied as if the groups were spread: half of them are taken for all."""
 
-    def project(self: HomedRows, grouped: Tensor, wo_b: Any) -> Tensor:
+    def project(self: HomedRows, out: Tensor, wo_a: Any, wo_b: Any) -> Tensor:
+        grouped = exchange_module.grouped_linear(out, wo_a)
         half = grouped.shape[1] // 2
         other = torch.cat([grouped[:, half:], grouped[:, :half]], 1)
         found: Tensor = exchange_module.linear(other, wo_b)
