@@ -31,7 +31,7 @@ class Pushes(Protocol):
     def sum_pairs(
         self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
     ) -> Tensor:
-        """`parts` fp32 `[rows, places, ranges, size]`, for pairs with `experts` >= 0 -> sums of the
+        """`parts` `[rows, places, ranges, size]`, for pairs with `experts` >= 0 -> sums of the
         owned rows (`per_owner` None: all). `shared`: for these rows; None: the last place."""
         ...
 

@@ -196,10 +196,10 @@ def pairs_kernel(
     EXTRA: tl.constexpr, COPIES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
     PUSH: tl.constexpr, WAIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Expert sums. `sums` fp32 `[num_rows, PLACES, RANGES, size]`, `experts` `[num_rows, CHOSEN]`:
-    negative where the expert is on another rank. A pair goes to every rank (COPIES) or to the
-    owner of its row. `y` bf16 of the owned rows: pairs in order, then the shared expert: the last
-    place of `sums` (COPIES with PLACES > CHOSEN) or `extra` `[own rows, size]`. Only rows
+    """Expert sums. `sums` `[num_rows, PLACES, RANGES, size]`, sent as fp32; `experts` `[num_rows,
+    CHOSEN]`: negative where the expert is on another rank. A pair goes to every rank (COPIES) or to
+    the owner of its row. `y` bf16 of the owned rows: pairs in order, then the shared expert: the
+    last place of `sums` (COPIES with PLACES > CHOSEN) or `extra` `[own rows, size]`. Only rows
     `first_row` to `last_row` of each owner take part: the buffer is bounded."""
     number = _begin(rounds)
     lanes = tl.arange(0, BLOCK)

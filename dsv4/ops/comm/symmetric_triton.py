@@ -187,7 +187,7 @@ class SymmetricPushes:
     def sum_pairs(
         self, sums: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
     ) -> Tensor:
-        """`sums` fp32 `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
+        """`sums` `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
         -> sums of the owned rows (None: of all). `shared`: of these rows; None: the last place."""
         num_rows, places, ranges, size = sums.shape
         chosen, copies = experts.shape[1], per_owner is None
@@ -229,7 +229,7 @@ class EchoPushes:
     def sum_pairs(
         self, sums: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
     ) -> Tensor:
-        return self._of("pairs", sums.dtype).sum_pairs(sums, experts, shared, per_owner)
+        return self._of("pairs", torch.float32).sum_pairs(sums, experts, shared, per_owner)
 
     def _of(self, kind: str, dtype: torch.dtype) -> SymmetricPushes:
         if (kind, dtype) not in self._pushes:

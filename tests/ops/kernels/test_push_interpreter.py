@@ -113,17 +113,25 @@ def check_owners(channels: list[Any], rows: int, width: int) -> None:
         assert torch.equal(own, part.transpose(0, 1).flatten(1))
 
 
-def check_pairs(channels: list[Any], rows: int, size: int, ranges: int, mode: str) -> None:
+def check_pairs(
+    channels: list[Any],
+    rows: int,
+    size: int,
+    ranges: int,
+    mode: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """`mode`: where the shared expert's sums are, and whether rows have owners."""
     tp, chosen, count = len(channels), 3, 4
     experts = torch.stack([torch.randperm(tp * count)[:chosen].sort().values for _ in range(rows)])
-    values = torch.randn(rows, chosen + 1, ranges, size)
-    extra = torch.randn(rows, size)
+    values = torch.randn(rows, chosen + 1, ranges, size).to(dtype)
+    extra = torch.randn(rows, size).to(dtype)
     per_owner = -(-rows // tp) if mode == "owned" else None
     total = torch.zeros(rows, size)
     for place in range(chosen):
-        total = total + values[:, place].sum(1)
-    wanted = (total + (values[:, chosen].sum(1) if mode == "last place" else extra)).bfloat16()
+        total = total + values[:, place].float().sum(1)
+    last = values[:, chosen].float().sum(1) if mode == "last place" else extra
+    wanted = (total + last).bfloat16()
     places = chosen + 1 if mode == "last place" else chosen
 
     def call(pushes: Any, place: int) -> torch.Tensor:
@@ -182,6 +190,8 @@ def main() -> None:
             check_pairs(channels, 5, 70, 2, "last place")
             check_pairs(channels, 1, 70, 1, "extra")
             check_pairs(channels, 9, 130, 1, "owned")
+            check_pairs(channels, 9, 70, 1, "owned", torch.bfloat16)  # of rounded rows
+            check_pairs(channels, 3, 130, 1, "extra", torch.bfloat16)
             check_gather(channels, (40, 33), torch.float32)  # from here on wide
             check_owners(channels, 33 * tp - 1, 66)
             check_pairs(channels, 6 * tp - 1, 200, 2, "owned")
