@@ -54,13 +54,13 @@ CHANNELS, PIECES = gl.constexpr(PIECE), gl.constexpr(DIM // 2 // PIECE)  # of a 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16]))
 HEAD = gl.constexpr(gl.SliceLayout(1, SUMS))
-STORE = gl.constexpr(
+STORE = gl.constexpr(  # of two products
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *([0, 32 << i] for i in range(PIECE // 64)), [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, PIECE],
+        shape=[64, 64],
     )
 )
 THREADS = gl.constexpr(
@@ -183,10 +183,10 @@ def _add(b, place, parity, which, used, best, total, sums, by, OWN: gl.constexpr
     return new_best, total, added
 
 
-@gluon.constexpr_function
-def first_pair(own, piece):
-    """Of the second half of a head; below zero in the first half."""
-    return ((own * int(PIECES) + piece) * int(CHANNELS) - DIM // 2) // 2
+@gluon.jit
+def _beside(first, second):
+    """Channels of two products."""
+    return gl.permute(gl.join(first, second), [0, 2, 1]).reshape([BT, 2 * CHANNELS])
 
 
 @gluon.jit
@@ -234,18 +234,18 @@ def _attend(sink, out, b, by, OWN: gl.constexpr, WT: gl.constexpr):
         places = after(with_used(places, used), num_tiles)
         scale = gl.expand_dims(1.0 / total, 1)
         head = (item % blocks) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, STORE))
-        channel = OWN * PIECES * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, STORE))
+        channel = gl.arange(0, 2 * CHANNELS, layout=gl.SliceLayout(0, STORE))
         at = gl.expand_dims((row.to(gl.int64) * by.num_heads + head) * WIDTH, 1)
-        at = out + at + gl.expand_dims(channel, 0)
+        at = out + at + gl.expand_dims(OWN * PIECES * CHANNELS + channel, 0)
         live = gl.expand_dims(head < by.num_heads, 1)
-        for i in gl.static_range(PIECES):
-            x = sums[i] * scale
-            if first_pair(OWN, i) >= HALF - TURNED:
+        for i in gl.static_range(PIECES // 2):
+            x = _beside(sums[2 * i] * scale, sums[2 * i + 1] * scale)
+            if OWN == 1 and i == PIECES // 2 - 1:  # channels that turn
                 x = to_fp32(to_dtype(x, OT, True), True)
                 sines, cosines = b.sines.index(count & 1), b.cosines.index(count & 1)
-                x = turn_pairs(x, sines, cosines, -1.0, BT, first_pair(OWN, i), CHANNELS // 2)
+                x = turn_pairs(x, sines, cosines, -1.0, BT, HALF - TURNED, TURNED)
             x = gl.convert_layout(to_dtype(x, OT, True), STORE)
-            gl.store(at + i * CHANNELS, x, mask=live)
+            gl.store(at + i * 2 * CHANNELS, x, mask=live)
         count = count + 1
 
 

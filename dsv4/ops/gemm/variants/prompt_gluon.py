@@ -2,8 +2,9 @@
 """Products of prompts with weights in bf16, expanded or stored, on sm_90, in Gluon: up to six
 matrices that read the same rows.
 
-A program walks over tiles of 192 input rows by 128 weight rows. One warp copies both into a ring of
-buffers, 64 columns at a time; three groups of four warps multiply 64 input rows each. K's ranges
+A program walks over tiles of 192 or 128 input rows by 128 weight rows. One warp copies both into a
+ring of buffers, 64 columns at a time; three or two groups of four warps multiply 64 input rows
+each, by whichever the last turn of the multiprocessors is better filled. K's ranges
 have no end for the ring, which is always full. Results leave through shared memory as copies, which
 go on while the next tile is multiplied. A tile's 128 columns are what a scale of a8 rows covers, so
 a matrix may leave such rows instead (gemm/a8/fp8_rows_triton.py), rounded to bf16 first.
@@ -39,9 +40,9 @@ scale_of_bits = gluon.jit(scale_of.fn)
 MOST_MATRICES = 6
 ROWS, WIDTH = gl.constexpr(64), gl.constexpr(128)  # input rows of a group, weight rows of a tile
 COLUMNS = gl.constexpr(64)  # of a stage
-GROUPS = gl.constexpr(3)
 COPY_BYTES = 128  # of a row of results
-STAGES, REGISTERS, COPY_REGISTERS = 4, 160, 24
+STAGES, REGISTERS, COPY_REGISTERS = {2: 6, 3: 4}, {2: 240, 3: 160}, 24  # by groups of four warps
+COST = {2: 2.12, 3: 3.0}  # of a tile: rows of two groups are loaded for fewer products
 BAND, GROUPED_BAND = 32, 8  # tiles of weight rows that all rows are multiplied by before others
 
 
@@ -87,7 +88,7 @@ def _work(item, job, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _copy(x_desc, matrices, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
+def _copy(x_desc, matrices, b, job, BAND: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """The job of the copying warp."""
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
@@ -110,7 +111,7 @@ def _copy(x_desc, matrices, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_tile(group, at, count, per_range, b, job, STAGES: gl.constexpr):
+def _multiply_tile(group, at, count, per_range, b, job, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """All ranges of K, added in order."""
     total = gl.zeros([ROWS, WIDTH], gl.float32, sums_layout(WIDTH))
     for index in range(0, count):
@@ -178,7 +179,10 @@ def _scaled(total, factors, tile, size, part_rows):
 
 
 @gluon.jit
-def _multiply(group, outs, factors, scales, b, job, BAND: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(
+    group, outs, factors, scales, b, job, BAND: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
     """The job of a multiplying warpgroup."""
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
@@ -187,7 +191,7 @@ def _multiply(group, outs, factors, scales, b, job, BAND: gl.constexpr, STAGES: 
         for i in gl.static_range(1, len(outs)):
             count = gl.where(n_tile >= job.firsts[i], job.ranges[i], count)
             per_range = gl.where(n_tile >= job.firsts[i], job.per_range[i], per_range)
-        total, at = _multiply_tile(group, at, count, per_range, b, job, STAGES)
+        total, at = _multiply_tile(group, at, count, per_range, b, job, STAGES, GROUPS)
         for i in gl.static_range(len(outs)):
             tile = n_tile - job.firsts[i]
             if (tile >= 0) & (n_tile < job.firsts[i + 1]):
@@ -205,7 +209,7 @@ def _multiply(group, outs, factors, scales, b, job, BAND: gl.constexpr, STAGES: 
 def _prompt_kernel(
     x_desc, w0, w1, w2, w3, w4, w5, out0, out1, out2, out3, out4, out5, factors, scales, firsts,
     ranges, per_range, sizes, part_rows, m_tiles, stages, group_tiles, NUM: gl.constexpr,
-    BAND: gl.constexpr, STAGES: gl.constexpr, NUM_REGISTERS: gl.constexpr,
+    BAND: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, NUM_REGISTERS: gl.constexpr,
     NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -232,15 +236,25 @@ def _prompt_kernel(
         firsts, ranges, per_range, sizes, part_rows, n_tiles, m_tiles, n_tiles * m_tiles, stages,
         group_tiles,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_multiply, (0, outs, factors, scales, b, job, BAND, STAGES)),
-            (_multiply, (1, outs, factors, scales, b, job, BAND, STAGES)),
-            (_multiply, (2, outs, factors, scales, b, job, BAND, STAGES)),
-            (_copy, (x_desc, matrices, b, job, BAND, STAGES)),
-        ],
-        [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, outs, factors, scales, b, job, BAND, STAGES, GROUPS)),
+                (_multiply, (1, outs, factors, scales, b, job, BAND, STAGES, GROUPS)),
+                (_copy, (x_desc, matrices, b, job, BAND, STAGES, GROUPS)),
+            ],
+            [4, 1], [NUM_REGISTERS, NUM_COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, outs, factors, scales, b, job, BAND, STAGES, GROUPS)),
+                (_multiply, (1, outs, factors, scales, b, job, BAND, STAGES, GROUPS)),
+                (_multiply, (2, outs, factors, scales, b, job, BAND, STAGES, GROUPS)),
+                (_copy, (x_desc, matrices, b, job, BAND, STAGES, GROUPS)),
+            ],
+            [4, 4, 1], [NUM_REGISTERS, NUM_REGISTERS, NUM_COPY_REGISTERS],
+        )  # fmt: skip
 
 
 class PromptMatrix(NamedTuple):
@@ -266,6 +280,15 @@ def launch(x, data, outs, splits, factors, num_groups) -> bool:
         for start in range(0, len(part), MOST_MATRICES):
             _launch(x, part[start : start + MOST_MATRICES], num_groups)
     return True
+
+
+def choose_groups(rows: int, n_tiles: int, multiprocessors: int) -> int:
+    """The cheaper one, by turns that all multiprocessors take."""
+
+    def cost(groups: int) -> float:
+        return triton.cdiv(triton.cdiv(rows, 64 * groups) * n_tiles, multiprocessors) * COST[groups]
+
+    return min(COST, key=cost)
 
 
 def _values(out):
@@ -296,14 +319,16 @@ def _launch(x, matrices, num_groups) -> None:
     scales = (first.scales, first.scales.stride(0)) if isinstance(first, A8Rows) else ()
     factors = tuple(m.factor for m in matrices) if scaled else ()
     part_rows = tuple(n // f.shape[-1] for n, f in zip(sizes, factors, strict=False))
-    m_tiles = triton.cdiv(x.shape[0], int(ROWS) * int(GROUPS))
-    programs = min(describe(x.device).multiprocessors, m_tiles * sum(tiles))
+    multiprocessors = describe(x.device).multiprocessors
+    groups = choose_groups(x.shape[0], sum(tiles), multiprocessors)
+    m_tiles = triton.cdiv(x.shape[0], int(ROWS) * groups)
+    programs = min(multiprocessors, m_tiles * sum(tiles))
     per_step, columns = 128 // int(COLUMNS), matrices[0].values.shape[1]
     _prompt_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, block, shared), *weights, *outs, factors, scales,
         (0, *accumulate(tiles)), tuple(m.split[0] for m in matrices),
         tuple(m.split[1] * per_step for m in matrices), sizes, part_rows, m_tiles,
         columns // int(COLUMNS), sum(tiles) // num_groups, NUM=len(matrices),
-        BAND=GROUPED_BAND if num_groups > 1 else BAND, STAGES=STAGES, NUM_REGISTERS=REGISTERS,
-        NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=4,
+        BAND=GROUPED_BAND if num_groups > 1 else BAND, GROUPS=groups, STAGES=STAGES[groups],
+        NUM_REGISTERS=REGISTERS[groups], NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=4,
     )  # fmt: skip
