@@ -92,19 +92,12 @@ def _matrix_parts_kernel(fn, parts, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.
 
 
 @gluon.jit
-def _first_token(item, work):
-    """Tokens are walked backwards: the L2 cache has the last of what was written forwards, and the
-    launch after this one walks forwards."""
-    return (work.items - 1 - item) // EIGHT * (TEAMS * TOKENS)
-
-
-@gluon.jit
 def _copy(streams, y, parts, b, work, STAGES: gl.constexpr):
     """The job of the copying warp."""
     at = 0
     for item in range(gl.program_id(0), work.items, gl.num_programs(0)):
         group = item % EIGHT
-        token = _first_token(item, work)
+        token = item // EIGHT * (TEAMS * TOKENS)
         for member in range(0, work.members):
             chunk = member * EIGHT + group
             slot = at % STAGES
@@ -197,7 +190,7 @@ def _update(team, out, post, comb, partials, b, work, ROWS: gl.constexpr, STAGES
     at = 0
     for item in range(gl.program_id(0), work.items, gl.num_programs(0)):
         group = item % EIGHT
-        first = _first_token(item, work) + team * TOKENS
+        first = item // EIGHT * (TEAMS * TOKENS) + team * TOKENS
         token = first + gl.arange(0, TOKENS, layout=TOKEN)
         coefficients = _coefficients(post, comb, token.to(gl.int64), token < work.num_tokens)
         total = gl.zeros([TOKENS, RPAD], gl.float32, SUMS)

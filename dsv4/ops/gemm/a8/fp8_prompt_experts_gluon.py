@@ -35,7 +35,8 @@ from dsv4.ops.gemm.a8.fp8_product_triton import PAIRS, SWIGLU
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import joined, sums_layout, tma_load
 from dsv4.ops.gemm.a8.unpack_mxfp4_device import operand, unpack
 
-WIDTH = gl.constexpr(128)  # columns of a step
+ROWS = 64  # input rows of one copy
+PIECE, WIDTH = gl.constexpr(ROWS), gl.constexpr(128)  # input rows of a copy, columns of a step
 PACKED = gl.constexpr(64 * (16 + 1) * 4)  # bytes of MXFP4 in 64 rows and 128 columns
 WARPS, COPY_REGISTERS = 4, 24
 activated, stored = gluon.jit(swiglu.fn), gluon.jit(through_bf16.fn)
@@ -45,7 +46,6 @@ class PieceTile(NamedTuple):
     """Constants of a launch."""
 
     heights: tuple[tuple[int, ...], ...]  # input rows of a step's products; the least that fits
-    copied: int  # input rows of one copy: all of a tile's, and few more, cross the L2 cache
     groups: int  # that multiply, each by 64 weight rows
     stages: int
     registers: int  # of a multiplying thread
@@ -59,8 +59,7 @@ class PieceTile(NamedTuple):
 # by the rows of an expert, with even routing 192 of 8,192 tokens and 48 of 2,048
 MANY_HEIGHTS = ((64,), (64, 64), (64, 64, 64), (64, 64, 64, 32), (64, 64, 64, 64))
 FEW_HEIGHTS = ((32,), (32, 16), (64,))
-MANY = PieceTile(MANY_HEIGHTS, 32, 2, 4, 240, False)
-FEW = PieceTile(FEW_HEIGHTS, 16, 4, 5, 112, True)
+MANY, FEW = PieceTile(MANY_HEIGHTS, 2, 4, 240, False), PieceTile(FEW_HEIGHTS, 4, 5, 112, True)
 FEW_ROWS = 56  # of an expert, up to which tiles are few
 
 
@@ -140,22 +139,21 @@ def _copy_tile(descs, at, expert, n_tile, row, b, job, H: gl.constexpr, T: gl.co
     """Copies begin at multiples of 16 bytes: of four copies of the scales, one does."""
     steps = job.steps
     GROUPS: gl.constexpr = T.groups
-    COPIED: gl.constexpr = T.copied
-    P: gl.constexpr = (most_rows(T, H) + COPIED - 1) // COPIED
+    P: gl.constexpr = (most_rows(T, H) + PIECE - 1) // PIECE
     first = (expert * job.n_tiles + n_tile) * GROUPS * steps
     for step in range(0, steps):
         slot = at % T.stages
         full = b.full.index(slot)
         mbarrier.wait(b.empty.index(slot), (at // T.stages + 1) & 1)
-        mbarrier.expect(full, P * COPIED * WIDTH + tile_rows(T) * 4 + GROUPS * PACKED)
+        mbarrier.expect(full, P * PIECE * WIDTH + tile_rows(T) * 4 + GROUPS * PACKED)
         tma_load(descs[1], [(row & 3) * steps + step, row & -4], full, b.scales.index(slot))
         for group in gl.static_range(GROUPS):
             tile = first + group * steps + step
             tma_load(descs[2], [tile * 4, 0], full, b.words.index(slot * GROUPS + group))
             tma_load(descs[3], [tile, 0], full, b.shifts.index(slot * GROUPS + group))
         for i in gl.static_range(P):
-            place = [row + i * COPIED, step * WIDTH]
-            to = b.rows.index(slot).slice(i * COPIED, COPIED, dim=0)
+            place = [row + i * PIECE, step * WIDTH]
+            to = b.rows.index(slot).slice(i * PIECE, PIECE, dim=0)
             tma_load(descs[0], place, full, to)
         at += 1
 
@@ -353,7 +351,7 @@ def multiply_experts(rows, weight, out, grouped, tile, *, weights=None, limit=0.
     n_tiles = weight.shape[-2] // (64 * tile.groups)
     items = grouped.num_tiles * n_tiles
     _a8_prompt_experts_kernel[(min(describe(out.device).multiprocessors, items),)](
-        TensorDescriptor.from_tensor(rows.codes, [tile.copied, 128], shared),
+        TensorDescriptor.from_tensor(rows.codes, [ROWS, 128], shared),
         TensorDescriptor.from_tensor(rows.scales, [1, tile.rows], flat),
         TensorDescriptor.from_tensor(weight.words.view(-1, 256), [4, 256], flat),
         TensorDescriptor.from_tensor(weight.shifts.view(-1, 64), [1, 64], flat),

@@ -53,11 +53,9 @@ class A8Buffers(NamedTuple):
 
 @triton.jit
 def _places(num_rows, columns, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """(rows, groups of 128 columns, whether they exist) of this program, group by group. The last
-    rows come first: they were written last, so they are in the L2 cache."""
+    """(rows, groups of 128 columns, whether they exist) of this program, group by group."""
     place = tl.arange(0, ROWS * GROUPS)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = block.to(tl.int64) * ROWS + place % ROWS
+    row = tl.program_id(0).to(tl.int64) * ROWS + place % ROWS
     group = tl.program_id(1) * GROUPS + place // ROWS
     return row, group, (row < num_rows) & (group < columns // 128)
 
