@@ -28,7 +28,7 @@ from dsv4.ops.gemm.a8 import fp8_product_triton as plain
 from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
 from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
 from dsv4.ops.gemm.a8.fp8_prompt_gluon import MATRIX, RANGES
-from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
+from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows, make_pair_rows, make_token_rows
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
@@ -52,14 +52,18 @@ EXPERT_TILES = (
 
 def random_given(tokens: int, n: int, k: int, ranges: int | None, device: str) -> Any:
     """(rows, weight)."""
-    power = torch.randint(-4, 5, (tokens, k // 128, 1), device=device)
-    values = torch.randn(tokens, k // 128, 128, device=device) * torch.exp2(power.float())
     codes = (torch.randn(n, k, device=device) * 50).clamp(-448, 448).to(torch.float8_e4m3fn)
     power = torch.randint(-10, -6, (n // 128, k // 128), device=device)
     weight = A8Fp8(codes, torch.exp2(power.float()))
     if ranges:
         weight = replace(weight, k_ranges=ranges)
-    return make_a8_rows(values.view(tokens, k).bfloat16(), f"bench_{k}"), weight
+    return make_a8_rows(random_rows(tokens, k, device), f"bench_{k}"), weight
+
+
+def random_rows(tokens: int, k: int, device: str) -> Tensor:
+    power = torch.randint(-4, 5, (tokens, k // 128, 1), device=device)
+    values = torch.randn(tokens, k // 128, 128, device=device) * torch.exp2(power.float())
+    return values.view(tokens, k).bfloat16()
 
 
 def timed(
@@ -107,13 +111,19 @@ def experts(tokens: int, count: int, device: str) -> Iterator[dict[str, Any]]:
         found, wanted = (
             torch.empty(tokens * CHOSEN, size, dtype=torch.bfloat16, device=device) for _ in "ab"
         )
-        grouped = group_by_expert(chosen, count, 128)
-        rows = random_given(tokens, 128, k, 1, device)[0]
-        rows = gather_rows(rows, grouped.groups, CHOSEN, "bench_pairs")
-        plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
+        grouped, x = group_by_expert(chosen, count, 128), random_rows(tokens, k, device)
+        z = x[grouped.groups.sorted_pairs[: tokens * CHOSEN] // CHOSEN]  # of pairs, for down
+        rows = make_a8_rows(x if more else z, "bench")
+        gathered = {"chosen": CHOSEN} if more else {}
+        plain.multiply_experts(rows, weight, wanted, grouped, 128, **gathered, **more)
         used = prompt_experts.choose_tile(chosen.numel(), weight)
         for tile in EXPERT_TILES:
             grouped = group_by_expert(chosen, count, tile.rows)
+            if more:
+                given = ("bench", "bench_pairs", grouped, tile.rows, CHOSEN)
+                rows = make_token_rows(x, *given)[1]
+            else:
+                rows = make_pair_rows(z, "bench_pairs", grouped, tile.rows)
             run = partial(
                 prompt_experts.multiply_experts, rows, weight, found, grouped, tile, **more
             )

@@ -102,9 +102,9 @@ def step_bytes(
 ) -> int:
     """Bytes reserved for a step: a share of large GPUs, at least what it needs. `activations`: as
     asked for."""
-    row = row_bytes(config) + (a8_bytes(config) if activations == "a8" else 0)
+    a8 = a8_bytes(config, chunk_tokens) if activations == "a8" else 0
     scores = _score_bytes(config, chunk_tokens, GPU_CONTEXT)
-    needed = STEP_BYTES + chunk_tokens * row + scores
+    needed = STEP_BYTES + chunk_tokens * row_bytes(config) + a8 + scores
     return max(needed, int(STEP_SHARE * gpu_bytes))
 
 
@@ -116,13 +116,14 @@ def row_bytes(config: ModelConfig) -> int:
     return experts + 8 * c.num_heads * c.head_dim + 12 * c.hidden_size
 
 
-def a8_bytes(config: ModelConfig) -> int:
-    """Bytes per token of rows quantised to a8: for attention, for the shared expert, and for each
-    chosen expert with four copies of its scales (fp8_rows_triton.py)."""
+def a8_bytes(config: ModelConfig, tokens: int) -> int:
+    """Bytes of rows quantised to a8: for attention, for the shared expert, and for each chosen
+    expert, whose scales lie in tiles of 256 rows (fp8_rows_triton.py)."""
     c = config
-    pairs = c.num_experts_per_tok * max(c.hidden_size, c.moe_intermediate_size)
+    pairs, wide = tokens * c.num_experts_per_tok, max(c.hidden_size, c.moe_intermediate_size)
     rows = max(c.hidden_size, c.o_groups * c.o_lora_rank) + c.moe_intermediate_size
-    return pairs + rows + (4 * pairs + rows) * 4 // 128
+    scales = (pairs + 256 * c.num_experts) * wide + tokens * rows
+    return pairs * wide + tokens * rows + scales * 4 // 128
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:

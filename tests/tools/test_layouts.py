@@ -223,7 +223,7 @@ def test_stages_hold_the_model_between_them() -> None:
 
 def test_rows_of_a8_are_kept_free_on_every_rank() -> None:
     """On GPUs so small that a step needs more than its share of them."""
-    cluster, more = Cluster.of("h200", 8, memory=48 * 10**9), 2048 * a8_bytes(FLASH)
+    cluster, more = Cluster.of("h200", 8, memory=48 * 10**9), a8_bytes(FLASH, 2048)
     asked = [EngineConfig(activations=width) for width in ("a16", "a8")]
     plain, wide = (plan_layouts(planned_model("flash", None), cluster, each) for each in asked)
     for one, other in zip(plain.stages, wide.stages, strict=True):

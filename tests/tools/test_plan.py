@@ -325,6 +325,8 @@ def test_the_plan_knows_what_rows_quantised_to_a8_take(monkeypatch: pytest.Monke
     """Attention's widest row, the shared expert's, and a row for each chosen expert."""
     pytest.importorskip("triton", reason="the kernel's module allocates")
     kernel = importlib.import_module("dsv4.ops.gemm.a8.fp8_rows_triton")
+    prompts = importlib.import_module("dsv4.ops.gemm.a8.fp8_prompt_experts_gluon")
+    group = importlib.import_module("dsv4.ops.moe.group_by_expert_triton")
     config, tokens = ModelConfig.builtin("flash"), 8192
     held: dict[str, int] = {}
 
@@ -338,20 +340,20 @@ def test_the_plan_knows_what_rows_quantised_to_a8_take(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(kernel, "workspace", room)
     monkeypatch.setattr(kernel, "_a8_rows_kernel", Launch())
-    monkeypatch.setattr(kernel, "_gather_rows_kernel", Launch())
-    groups = SimpleNamespace(sorted_pairs=None)
     inner, hidden, chosen = config.moe_intermediate_size, config.hidden_size, 6
     with assume(KNOWN[90]):
         for columns in (hidden, config.q_lora_rank, config.o_groups * config.o_lora_rank):
             kernel.make_a8_rows(torch.empty(tokens, columns, device="meta"), "a8_rows")
         x, h = (torch.empty(tokens, n, device="meta") for n in (hidden, 2 * inner))
         kernel.make_a8_rows(h, "a8_shared", limit=10.0)
-        kernel.gather_rows(kernel.make_a8_rows(x, "a8_rows"), groups, chosen, "a8_pairs")
+        count = group.num_expert_tiles(chosen * tokens, config.num_experts, prompts.MANY.rows)
+        tiles = SimpleNamespace(num_tiles=count, groups=SimpleNamespace(places=None, slots=None))
+        kernel.make_token_rows(x, "a8_rows", "a8_pairs", tiles, prompts.MANY.rows, chosen)
         z = torch.empty(chosen * tokens, inner, device="meta")
-        kernel.make_a8_rows(z, "a8_pairs", copies=kernel.COPIES)
-    assert sum(held.values()) == tokens * a8_bytes(config)
+        kernel.make_pair_rows(z, "a8_pairs", tiles, prompts.MANY.rows)
+    assert sum(held.values()) == a8_bytes(config, tokens)
     wide, narrow = (step_bytes(24 * 10**9, config, tokens, asked) for asked in ("a8", "auto"))
-    assert wide - narrow == tokens * a8_bytes(config)
+    assert wide - narrow == a8_bytes(config, tokens)
 
 
 def test_the_plan_knows_what_rows_of_a_step_take() -> None:

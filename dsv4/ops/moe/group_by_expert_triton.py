@@ -29,6 +29,8 @@ class ExpertGroups(NamedTuple):
     tile_expert: torch.Tensor  # [num_tiles]
     tile_start: torch.Tensor  # [num_tiles] first row (sorted pair)
     tile_end: torch.Tensor  # [num_tiles] one past the last row of the tile's expert
+    places: torch.Tensor  # [pairs] where each is among the sorted ones; -1 if it is not routed
+    slots: torch.Tensor  # [pairs] tile * BM + row in it of a sorted pair; -1 after the routed ones
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ def _group_kernel(
         tl.store(to.tile_start + base + index, less + index * BM, mask=index < own)
         tl.store(to.tile_end + base + index, few * 0 + less + count, mask=index < own)
     if e == num_experts - 1:
-        tl.store(to.sorted_pairs + lanes, 0, mask=(lanes >= less + count) & (lanes < num_pairs))
+        rest = (lanes >= less + count) & (lanes < num_pairs)
+        tl.store(to.sorted_pairs + lanes, 0, mask=rest)
+        tl.store(to.slots + lanes, -1, mask=rest)
+        tl.store(to.places + lanes, -1, mask=(lanes < num_pairs) & ~live)
         for start in tl.range(base + own, num_tiles, 128):
             tile = start + few
             expert, at, end = _extra_tile(
@@ -86,6 +91,8 @@ def _group_kernel(
         match = (live & (ids == e)).to(tl.int32)
         rank = less + tl.cumsum(match, 0) - 1
         tl.store(to.sorted_pairs + rank, lanes, mask=match == 1)
+        tl.store(to.places + lanes, rank, mask=match == 1)
+        tl.store(to.slots + rank, base * BM + rank - less, mask=match == 1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -141,13 +148,18 @@ def _place_kernel(
     end = tl.cumsum(total, 0)
     start = end - total
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(to.sorted_pairs + pairs, 0, mask=(pairs >= tl.sum(total)) & (pairs < num_pairs))
+    rest = (pairs >= tl.sum(total)) & (pairs < num_pairs)
+    tl.store(to.sorted_pairs + pairs, 0, mask=rest)
+    tl.store(to.slots + pairs, -1, mask=rest)
     ids = tl.load(experts + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
     rank = _rank_in_chunk(experts, ids, num_pairs, CHUNK)
     place = tl.gather(start + before, tl.maximum(ids, 0), 0) + rank
     tl.store(to.sorted_pairs + place, pairs, mask=ids >= 0)
+    tl.store(to.places + pairs, tl.where(ids >= 0, place, -1), mask=pairs < num_pairs)
     tiles = (total + BM - 1) // BM
     last = tl.cumsum(tiles, 0)
+    beside = tl.gather((last - tiles) * BM - start, tl.maximum(ids, 0), 0)
+    tl.store(to.slots + place, place + beside, mask=ids >= 0)
     routed = tl.sum(tiles)
     for first in tl.range(chunk * 16, num_tiles, tl.num_programs(0) * 16):
         tile = first + tl.arange(0, 16)
@@ -185,8 +197,8 @@ def group_by_expert(
     num_shared = triton.cdiv(num_tokens, bm) if shared else 0
     num_tiles = num_expert_tiles(num_pairs, num_experts, bm) + num_shared
     groups = ExpertGroups(*(
-        workspace(device, f"group_{name}", num_pairs if i == 0 else num_tiles, torch.int32)
-        for i, name in enumerate(ExpertGroups._fields)
+        workspace(device, f"group_{name}", num_tiles if "tile" in name else num_pairs, torch.int32)
+        for name in ExpertGroups._fields
     ))  # fmt: skip
     numbers = (num_pairs, num_tokens, num_shared, num_tiles, num_experts)
     bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)

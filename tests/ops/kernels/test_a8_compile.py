@@ -20,8 +20,7 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
     },
     "all": {
         "_a8_kernel": 13,
-        "_a8_rows_kernel": 3,
-        "_gather_rows_kernel": 1,
+        "_a8_rows_kernel": 5,
         "_a8_prompt_kernel": 4,
         "_a8_prompt_experts_kernel": 4,
         "_prompt_kernel": 1,
@@ -77,7 +76,12 @@ def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8 import fp8_rows_triton as prompt_rows
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
-    from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, gather_rows, make_a8_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import (
+        A8Rows,
+        make_a8_rows,
+        make_pair_rows,
+        make_token_rows,
+    )
     from dsv4.ops.gemm.variants import prompt_gluon
     from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
     from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
@@ -87,10 +91,11 @@ def all_launches() -> Iterator[Launch]:
     x = torch.zeros(256, 4096, dtype=torch.bfloat16)
     yield "a8 rows", lambda: make_a8_rows(x[:16], "rows")
     yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16], "rows", limit=10.0)
-    yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
+    yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows")
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
-    grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 6 * 256, dtype=torch.int32)), 4)
-    yield "a8 rows of experts", lambda: gather_rows(rows, grouped.groups, 6, "pairs")
+    grouped = ExpertTiles(ExpertGroups(*torch.zeros(6, 6 * 256, dtype=torch.int32)), 4)
+    yield "a8 rows of pairs", lambda: make_pair_rows(x, "pairs", grouped, 64)
+    yield "a8 rows of tokens and pairs", lambda: make_token_rows(x, "rows", "pairs", grouped, 64, 6)
     matrix = A8Fp8(torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.ones(8, 32))
     for bm in (16, 32, 64):
         out = torch.empty(256, 1024, dtype=torch.bfloat16)
@@ -125,7 +130,7 @@ def all_launches() -> Iterator[Launch]:
             yield (
                 f"a8 mxfp4 prompt {kind} {label}",
                 lambda w=weight, o=out, t=tile, g=given: prompt_experts.multiply_experts(
-                    rows, w, o, grouped, t, **g
+                    A8Rows(rows.codes, torch.zeros(4, 32, t.rows)), w, o, grouped, t, **g
                 ),
             )
 

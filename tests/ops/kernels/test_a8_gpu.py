@@ -177,7 +177,7 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
     from dsv4.ops.gemm.a8 import fp8_product_triton as plain
     from dsv4.ops.gemm.a8 import fp8_prompt_experts_gluon as prompt_experts
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
-    from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows, make_pair_rows, make_token_rows
     from dsv4.ops.gemm.weights.a8 import A8Fp8
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
     from dsv4.tools.bench_ops import random_a8_mxfp4
@@ -217,10 +217,15 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
         shape = {"size": (8192 * 6, size), "dtype": torch.bfloat16, "device": "cuda"}
         wanted, found = (torch.empty(**shape) for _ in "ab")
         grouped = group_by_expert(chosen, 256, 128)
-        rows = gather_rows(make_a8_rows(x, "test"), grouped.groups, 6, "pairs")
-        plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
+        z = x[grouped.groups.sorted_pairs[: 8192 * 6] // 6]
+        rows, gathered = make_a8_rows(x if more else z, "test"), {"chosen": 6} if more else {}
+        plain.multiply_experts(rows, weight, wanted, grouped, 128, **gathered, **more)
         for tile in (prompt_experts.MANY, prompt_experts.FEW):
             grouped = group_by_expert(chosen, 256, tile.rows)
+            if more:
+                rows = make_token_rows(x, "test", "pairs", grouped, tile.rows, 6)[1]
+            else:
+                rows = make_pair_rows(z, "pairs", grouped, tile.rows)
             run = partial(prompt_experts.multiply_experts, rows, weight, found, grouped, tile)
             assert_repeats(partial(run, **more), found, wanted, f"experts, {size} results, {tile}")
 

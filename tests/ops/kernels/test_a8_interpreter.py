@@ -144,45 +144,54 @@ def check_rows() -> None:
     assert torch.equal(tall.scales, single.scales[:, :7].repeat(1, 40))
     codes = single.codes.view(torch.uint8).repeat(40, 1)
     assert torch.equal(tall.codes.view(torch.uint8), codes)
-    copies = make_a8_rows(x, "four", copies=4).scales.view(4, 3, 8)
-    for i in range(4):
-        assert torch.equal(copies[i, :, : 7 - i], single.scales[:, i:7])
     for tokens, chosen, columns in (
         (0, 2, 128), (1, 1, 128), (7, 2, 300), (23, 3, 700), (270, 1, 300)
     ):  # fmt: skip
-        check_gathered(tokens, chosen, columns)
+        check_pairs(tokens, chosen, columns)
 
 
-def check_gathered(tokens: int, chosen: int, columns: int) -> None:
-    """Each pair's row has its token's bytes, in tall rows and in single ones; nothing is written
-    beyond them, and the pairs of a padding token are the last ones."""
+def check_pairs(tokens: int, chosen: int, columns: int) -> None:
+    """Each pair's row has its token's bytes, and its scales are in its tile. Nothing else is
+    written, and nothing for the pairs of a padding token."""
     from dsv4.ops.core.workspace import workspace
-    from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, gather_rows, make_a8_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows, make_pair_rows, make_token_rows
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
     x = torch.randn(tokens, columns) * torch.logspace(-4, 4, tokens)[:, None]
     x[2:3, 5], x[3:4] = float("nan"), 0
     experts = torch.rand(tokens, 5).argsort(1)[:, :chosen].contiguous()
     experts[4:5] = -1
-    grouped = group_by_expert(experts, 5, 16).groups
-    order = grouped.sorted_pairs[: tokens * chosen].long() // chosen
-    rows = make_a8_rows(x, "tokens", copies=1 + 3 * (chosen % 2))
+    tiles = group_by_expert(experts, 5, 32)
+    order = tiles.groups.sorted_pairs[: int((experts >= 0).sum())].long()
+    rows = make_a8_rows(x, "known")
     count, steps = tokens * chosen, rows.num_steps
-    stride = -(-count // 4) * 4
-    codes = workspace(x.device, "pairs_codes", count * steps * 128 + 9000, torch.uint8)
-    scales = workspace(x.device, "pairs_scales", 4 * steps * stride + 9000, torch.float32)
-    codes.fill_(0x7F)
-    scales.fill_(float("nan"))
-    pairs = gather_rows(rows, grouped, chosen, "pairs")
-    assert pairs.codes.shape == (count, steps * 128)
-    assert torch.equal(pairs.codes.view(torch.uint8), rows.codes.view(torch.uint8)[order])
-    assert (codes[count * steps * 128 :] == 0x7F).all()
-    wanted = torch.full((COPIES, steps, stride), float("nan"))
-    for i in range(COPIES):
-        wanted[i, :, : max(count - i, 0)] = rows.scales[:steps, order[i:]]
-    assert torch.equal(pairs.scales.isnan().view_as(wanted), wanted.isnan())
-    assert torch.equal(pairs.scales.view_as(wanted).nan_to_num(7), wanted.nan_to_num(7))
-    assert scales[4 * steps * stride :].isnan().all()
+    wanted = torch.full((tiles.num_tiles, steps, 32), float("nan"))
+    for tile in range(tiles.num_tiles):
+        start, end = int(tiles.groups.tile_start[tile]), int(tiles.groups.tile_end[tile])
+        for row in range(start, min(end, start + 32) if tiles.groups.tile_expert[tile] >= 0 else 0):
+            wanted[tile, :, row - start] = rows.scales[:, order[row] // chosen]
+    z = torch.nn.functional.pad(x[order // chosen], (0, 0, 0, count - len(order)), value=3.0)
+    for source in ("tokens", "pairs"):
+        codes = workspace(x.device, f"{source}_codes", count * steps * 128 + 9000, torch.uint8)
+        scales = workspace(x.device, f"{source}_scales", wanted.numel() + 9000, torch.float32)
+        codes.fill_(0x7F)
+        scales.fill_(float("nan"))
+        if source == "tokens":
+            again, pairs = make_token_rows(x, "again", source, tiles, 32, chosen)
+            assert torch.equal(again.codes.view(torch.uint8), rows.codes.view(torch.uint8))
+            own = again.scales[:, :tokens], rows.scales[:, :tokens]
+            assert torch.equal(*(scale.nan_to_num(7) for scale in own))
+        else:
+            pairs = make_pair_rows(z, source, tiles, 32)
+        assert pairs.codes.shape == (count, steps * 128)
+        assert torch.equal(
+            pairs.codes.view(torch.uint8)[: len(order)],
+            rows.codes.view(torch.uint8)[order // chosen],
+        )
+        assert (codes[len(order) * steps * 128 :] == 0x7F).all()
+        assert torch.equal(pairs.scales.isnan(), wanted.isnan())
+        assert torch.equal(pairs.scales.nan_to_num(7), wanted.nan_to_num(7))
+        assert scales[wanted.numel() :].isnan().all()
 
 
 def check_cases(name: str) -> None:
@@ -228,6 +237,12 @@ def check_linear() -> None:
     assert torch.equal(found[0][others], found[3][others])
 
 
+def lines_of_scales(scales: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Those of tiles as one line per 128 columns, as the plain kernel reads them."""
+    found = scales.transpose(0, 1).reshape(scales.shape[1], -1)[:, slots.clamp(min=0).long()]
+    return torch.nn.functional.pad(found, (0, -len(slots) % 4))
+
+
 def check_experts() -> None:
     """Cases; tiles of any height and the launches of prompts give the same bits; the shared expert
     may have matrices of both kinds."""
@@ -246,9 +261,11 @@ def check_experts() -> None:
     assert torch.equal(kernel.run(**one), wanted[9:10])
     by, used = arguments["by"], []
 
-    def multiply(*given: Any, **more: Any) -> None:  # the interpreter does not run Gluon
-        used.append(given[0].scales.shape[0] // given[0].num_steps)
-        plain.multiply_experts(*given[:-1], given[-1].rows, **more)
+    def multiply(rows: Any, weight: Any, out: Any, grouped: Any, tile: Any, **more: Any) -> None:
+        """The interpreter does not run Gluon."""
+        used.append(rows.scales.shape[2])
+        rows = replace(rows, scales=lines_of_scales(rows.scales, grouped.groups.slots))
+        plain.multiply_experts(rows, weight, out, grouped, tile.rows, **more)
 
     tile = SimpleNamespace(rows=32)
     prompt = SimpleNamespace(choose_tile=lambda *_: tile, multiply_experts=multiply)
@@ -256,7 +273,7 @@ def check_experts() -> None:
         patch.setattr(kernel, "fits_prompts", lambda *weights: True)
         patch.setattr(kernel, "import_module", lambda name: prompt)
         assert torch.equal(kernel.run(**arguments), wanted)
-        assert used == [4, 4]
+        assert used == [32, 32]
         x = arguments["x"].clone()
         x[0, 5], x[1, 39], x[2], x[3] = float("nan"), float("inf"), 1e4, 0
         found = kernel.run(**{**arguments, "x": x})

@@ -230,6 +230,12 @@ def check_groups(experts: torch.Tensor, num_experts: int, bm: int, shared: bool)
         assert {owners[row] for row in rows} == {expert}
         covered += rows
     assert covered == list(range(len(owners)))
+    places, slots = (found.groups[4 + i][: len(flat)].tolist() for i in range(2))
+    assert [pairs[place] for place in places] == list(range(len(flat)))
+    for place, slot in enumerate(slots):
+        tile, row = divmod(slot, bm)
+        assert int(found.groups.tile_start[tile]) + row == place
+        assert int(found.groups.tile_expert[tile]) == owners[place]
     assert set(found.groups.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
 
 

@@ -57,7 +57,10 @@ class PieceTile(NamedTuple):
 
 
 # by the rows of an expert, with even routing 192 of 8,192 tokens and 48 of 2,048
-MANY_HEIGHTS = ((64,), (64, 64), (64, 64, 64), (64, 64, 64, 32), (64, 64, 64, 64))
+MANY_HEIGHTS = (
+    (64,), (64, 32), (64, 64), (64, 64, 32), (64, 64, 64), (64, 64, 64, 16), (64, 64, 64, 32),
+    (64, 64, 64, 64),
+)  # fmt: skip
 FEW_HEIGHTS = ((32,), (32, 16), (64,))
 MANY, FEW = PieceTile(MANY_HEIGHTS, 2, 4, 240, False), PieceTile(FEW_HEIGHTS, 4, 5, 112, True)
 FEW_ROWS = 56  # of an expert, up to which tiles are few
@@ -119,13 +122,14 @@ def tile_rows(T):
 
 @gluon.jit
 def _work(item, job, T: gl.constexpr):
-    """(expert, tile of weight rows, first input row, rows) of an item; expert -1: none."""
+    """(expert, tile of weight rows, tile of input rows, its first one, how many) of an item; expert
+    -1: none."""
     n_tile = item % job.n_tiles
     m_tile = item // job.n_tiles
     expert = gl.load(job.groups.tile_expert + m_tile)
     row = gl.load(job.groups.tile_start + m_tile)
     end = gl.load(job.groups.tile_end + m_tile)
-    return expert, n_tile, row, gl.minimum(end - row, tile_rows(T))
+    return expert, n_tile, m_tile, row, gl.minimum(end - row, tile_rows(T))
 
 
 @gluon.jit
@@ -135,8 +139,7 @@ def _is_height(height, H: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(descs, at, expert, n_tile, row, b, job, H: gl.constexpr, T: gl.constexpr):
-    """Copies begin at multiples of 16 bytes: of four copies of the scales, one does."""
+def _copy_tile(descs, at, expert, n_tile, m_tile, row, b, job, H: gl.constexpr, T: gl.constexpr):
     steps = job.steps
     GROUPS: gl.constexpr = T.groups
     P: gl.constexpr = (most_rows(T, H) + PIECE - 1) // PIECE
@@ -146,7 +149,7 @@ def _copy_tile(descs, at, expert, n_tile, row, b, job, H: gl.constexpr, T: gl.co
         full = b.full.index(slot)
         mbarrier.wait(b.empty.index(slot), (at // T.stages + 1) & 1)
         mbarrier.expect(full, P * PIECE * WIDTH + tile_rows(T) * 4 + GROUPS * PACKED)
-        tma_load(descs[1], [(row & 3) * steps + step, row & -4], full, b.scales.index(slot))
+        tma_load(descs[1], [m_tile * steps + step, 0], full, b.scales.index(slot))
         for group in gl.static_range(GROUPS):
             tile = first + group * steps + step
             tma_load(descs[2], [tile * 4, 0], full, b.words.index(slot * GROUPS + group))
@@ -164,11 +167,11 @@ def _copy(descs, b, job, T: gl.constexpr):
     COUNT: gl.constexpr = len(T.heights)
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
-        expert, n_tile, row, height = _work(item, job, T)
+        expert, n_tile, m_tile, row, height = _work(item, job, T)
         if expert >= 0:
             for i in gl.static_range(COUNT):
                 if _is_height(height, i, T):
-                    _copy_tile(descs, at, expert, n_tile, row, b, job, i, T)
+                    _copy_tile(descs, at, expert, n_tile, m_tile, row, b, job, i, T)
             at += job.steps
 
 
@@ -286,7 +289,7 @@ def _multiply(group, b, job, END: gl.constexpr, T: gl.constexpr):
     COUNT: gl.constexpr = len(T.heights)
     at = 0
     for item in range(gl.program_id(0), job.items, gl.num_programs(0)):
-        expert, n_tile, row, height = _work(item, job, T)
+        expert, n_tile, _, row, height = _work(item, job, T)
         if expert >= 0:
             for i in gl.static_range(COUNT):
                 if _is_height(height, i, T):
@@ -345,14 +348,14 @@ def choose_tile(num_pairs: int, *weights) -> PieceTile:
 
 
 def multiply_experts(rows, weight, out, grouped, tile, *, weights=None, limit=0.0) -> None:
-    """Like that of fp8_product_triton.py; `rows` has a row per sorted pair and four copies of its
-    scales, `grouped` tiles of `tile.rows`; the sides of `weight` are multiples of 128."""
+    """Like that of fp8_product_triton.py; `rows` are those of sorted pairs, `grouped` tiles of
+    `tile.rows`; the sides of `weight` are multiples of 128."""
     shared, flat = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
     n_tiles = weight.shape[-2] // (64 * tile.groups)
     items = grouped.num_tiles * n_tiles
     _a8_prompt_experts_kernel[(min(describe(out.device).multiprocessors, items),)](
         TensorDescriptor.from_tensor(rows.codes, [ROWS, 128], shared),
-        TensorDescriptor.from_tensor(rows.scales, [1, tile.rows], flat),
+        TensorDescriptor.from_tensor(rows.scales.view(-1, tile.rows), [1, tile.rows], flat),
         TensorDescriptor.from_tensor(weight.words.view(-1, 256), [4, 256], flat),
         TensorDescriptor.from_tensor(weight.shifts.view(-1, 64), [1, 64], flat),
         weight.factor, out, grouped.groups, out if weights is None else weights, out.shape[1],

@@ -2,16 +2,17 @@
 """a8 rows for FP8 products on sm_90: E4M3 codes, and scales transposed, one row per 128 columns.
 
 A program holds a row in registers; in prompts 16 rows of 512 columns, so that scales are stored 16
-at a time. Columns are padded with zeros to a multiple of 128. `gather_rows` copies quantised rows
-of tokens, one for each sorted pair, so that the rows of an expert are contiguous.
+at a time. Columns are padded with zeros to a multiple of 128. With a `limit`, what is quantised is
+SwiGLU of gate and up, concatenated in `x`, rounded to bf16.
 
-A copy to shared memory (TMA) must begin at a multiple of 16 bytes, four scales, and an expert's
-rows begin anywhere. So there may be four copies of the scales: copy i lacks the first i rows.
-
-With a `limit`, what is quantised is SwiGLU of gate and up, concatenated in `x`, rounded to bf16.
+Experts of prompts read rows of sorted pairs (moe/group_by_expert_triton.py), so that those of an
+expert are contiguous: a token's row is stored once for itself and once for each of its pairs. The
+scales of such rows are stored by tiles, a line per tile and 128 columns, since copies to shared
+memory (TMA) begin at multiples of four scales and an expert's rows anywhere.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -19,20 +20,20 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.helpers_device import depend, swiglu, to_e4m3
-from dsv4.ops.core.launch import ROW_WARPS, dependent_options, launch_options
+from dsv4.ops.core.launch import ROW_WARPS, dependent_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows import A8_GROUP
 from dsv4.ops.gemm.quantize_rows_triton import a8_scale
 
 TALL, TALL_ROWS, TALL_GROUPS = 256, 16, 4  # from how many rows on, and what a program then has
 EARLY_ROWS = 64  # up to here launches start before the previous one is complete
-COPIES = 4  # of the scales of experts' rows
 
 
 @dataclass(frozen=True)
 class A8Rows:
     codes: torch.Tensor  # float8_e4m3fn [rows, columns]
-    scales: torch.Tensor  # float32 [columns / 128, rows or more], or four such, one by one
+    # float32 [columns / 128, rows or more]; of pairs [tiles, columns / 128, rows of a tile]
+    scales: torch.Tensor
 
     @property
     def num_rows(self) -> int:
@@ -51,32 +52,43 @@ class A8Buffers(NamedTuple):
     stride: int  # between lines of scales
 
 
-@triton.jit
-def _places(num_rows, columns, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """(rows, groups of 128 columns, whether they exist) of this program, group by group."""
-    place = tl.arange(0, ROWS * GROUPS)
-    row = tl.program_id(0).to(tl.int64) * ROWS + place % ROWS
-    group = tl.program_id(1) * GROUPS + place // ROWS
-    return row, group, (row < num_rows) & (group < columns // 128)
+class PairBuffers(NamedTuple):
+    """Rows of sorted pairs, and where they are, as kernels take them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    places: torch.Tensor  # of a pair among the sorted ones
+    slots: torch.Tensor  # of a sorted pair among the rows of all tiles
 
 
 @triton.jit
-def _store_rows(to, code, scale, row, group, live, columns, COPIES: tl.constexpr):
+def _store_codes(codes, code, row, group, live, columns):
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(to.codes + (row * columns)[:, None] + column, code, mask=live[:, None])
-    for i in tl.static_range(COPIES):
-        at = to.scales + (i * (columns // 128) + group) * to.stride + row - i
-        tl.store(at, scale, mask=live & (row >= i))
+    tl.store(codes + (row.to(tl.int64) * columns)[:, None] + column, code, mask=live[:, None])
+
+
+@triton.jit
+def _store_pair(to, code, scale, place, group, live, columns, BM: tl.constexpr):
+    slot = tl.load(to.slots + place, mask=live, other=-1)
+    live = slot >= 0
+    _store_codes(to.codes, code, place, group, live, columns)
+    line = (slot // BM).to(tl.int64) * (columns // 128) + group
+    tl.store(to.scales + line * BM + slot % BM, scale, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _a8_rows_kernel(
-    x, x_stride, size, to, columns, num_rows, limit,
-    SWIGLU: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, x_stride, size, to, pairs, columns, num_rows, limit,
+    SWIGLU: tl.constexpr, CHOSEN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """With tiles of BM rows, for each row's CHOSEN pairs too; 0: a row is a sorted pair's."""
     depend(DEPENDENT)
-    row, group, live = _places(num_rows, columns, ROWS, GROUPS)
+    place = tl.arange(0, ROWS * GROUPS)
+    across = tl.cdiv(columns, 128 * GROUPS)  # a row's groups by adjacent programs
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + place % ROWS
+    group = tl.program_id(0) % across * GROUPS + place // ROWS
+    live = (row < num_rows) & (group < columns // 128)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     at = x + (row * x_stride)[:, None] + column
     mask = live[:, None] & (column < size)
@@ -87,61 +99,66 @@ def _a8_rows_kernel(
     power, inverse = a8_scale(value)
     scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
     code = to_e4m3(value * inverse[:, None])
-    _store_rows(to, code, scale, row, group, live, columns, COPIES)
+    if BM == 0 or CHOSEN > 0:
+        _store_codes(to.codes, code, row, group, live, columns)
+        tl.store(to.scales + group * to.stride + row, scale, mask=live)
+    if BM > 0 and CHOSEN == 0:
+        _store_pair(pairs, code, scale, row, group, live, columns, BM)
+    for i in tl.static_range(CHOSEN):
+        pair = tl.load(pairs.places + row * CHOSEN + i, mask=live, other=-1)
+        _store_pair(pairs, code, scale, pair, group, pair >= 0, columns, BM)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gather_rows_kernel(
-    rows, pairs, chosen, to, columns, num_rows,
-    COPIES: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Row i of `to` is that of the i-th sorted pair's token."""
-    row, group, live = _places(num_rows, columns, ROWS, GROUPS)
-    token = (tl.load(pairs + row, mask=live, other=0) // chosen).to(tl.int64)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    code = tl.load(rows.codes + (token * columns)[:, None] + column, mask=live[:, None], other=0.0)
-    scale = tl.load(rows.scales + group * rows.stride + token, mask=live, other=0.0)
-    _store_rows(to, code, scale, row, group, live, columns, COPIES)
-
-
-def _buffers(rows: A8Rows) -> A8Buffers:
-    return A8Buffers(rows.codes, rows.scales, rows.scales.stride(0))
-
-
-def room(device, name: str, count: int, columns: int, copies: int = 1) -> A8Rows:
-    """Rows in the workspace `name`."""
-    stride = triton.cdiv(count, 4) * 4  # descriptors need multiples of 16 bytes
+def room(device, name: str, count: int, columns: int, tiles: tuple[int, int] | None = None):
+    """`A8Rows` in the workspace `name`. `tiles`: how many, and their rows."""
+    steps, stride = columns // A8_GROUP, triton.cdiv(count, 4) * 4  # multiples of 16 bytes
+    shape = (steps, stride) if tiles is None else (tiles[0], steps, tiles[1])
     codes = workspace(device, f"{name}_codes", count * columns, torch.uint8)
     codes = codes[: count * columns].view(torch.float8_e4m3fn).view(count, columns)
-    lines = copies * columns // A8_GROUP
-    scales = workspace(device, f"{name}_scales", lines * stride, torch.float32)
-    return A8Rows(codes, scales[: lines * stride].view(lines, stride))
+    scales = workspace(device, f"{name}_scales", prod(shape), torch.float32)
+    return A8Rows(codes, scales[: prod(shape)].view(shape))
 
 
-def make_a8_rows(x, name: str, *, copies=1, limit=None) -> A8Rows:
-    """`x` `[rows, size]` quantised into the workspace `name`. `copies` of the scales. `limit`: see
-    above."""
-    count, size = x.shape[0], x.shape[1] if limit is None else x.shape[1] // 2
-    columns = triton.cdiv(size, A8_GROUP) * A8_GROUP
-    rows = room(x.device, name, count, columns, copies)
-    tall = copies > 1 or count >= TALL
-    across = TALL_GROUPS if tall else triton.next_power_of_2(columns // A8_GROUP)
-    num = TALL_ROWS if tall else 1
-    _a8_rows_kernel[(triton.cdiv(count, num), triton.cdiv(columns // A8_GROUP, across))](
-        x, x.stride(0), size, _buffers(rows), columns, count, limit or 0.0,
-        SWIGLU=limit is not None, COPIES=copies, ROWS=num, GROUPS=across,
-        **dependent_options(x.device, ROW_WARPS if across <= 64 else 8, early=count <= EARLY_ROWS),
-    )  # fmt: skip
+def make_a8_rows(x, name: str, *, limit=None) -> A8Rows:
+    """`x` `[rows, size]` quantised into the workspace `name`. `limit`: see above."""
+    size = x.shape[1] if limit is None else x.shape[1] // 2
+    rows = room(x.device, name, x.shape[0], _columns(size))
+    _launch(x, size, rows, None, tall=x.shape[0] >= TALL, limit=limit)
     return rows
 
 
-def gather_rows(rows: A8Rows, groups, chosen: int, name: str) -> A8Rows:
-    """A row per sorted pair, and COPIES of its scales, in the workspace `name`; `rows` has one per
-    token, of `chosen` pairs each."""
-    count, columns = rows.num_rows * chosen, rows.codes.shape[1]
-    pairs = room(rows.codes.device, name, count, columns, COPIES)
-    _gather_rows_kernel[(triton.cdiv(count, TALL_ROWS), triton.cdiv(rows.num_steps, TALL_GROUPS))](
-        _buffers(rows), groups.sorted_pairs, chosen, _buffers(pairs), columns, count,
-        COPIES=COPIES, ROWS=TALL_ROWS, GROUPS=TALL_GROUPS, **launch_options(ROW_WARPS),
-    )  # fmt: skip
+def make_pair_rows(z, name: str, tiles, bm: int) -> A8Rows:
+    """`z`, a row per sorted pair, for `tiles` of `bm` rows."""
+    pairs = room(z.device, name, z.shape[0], _columns(z.shape[1]), (tiles.num_tiles, bm))
+    _launch(z, z.shape[1], None, (pairs, tiles.groups))
     return pairs
+
+
+def make_token_rows(x, name: str, pairs_name: str, tiles, bm: int, chosen: int):
+    """(rows of tokens, rows of their pairs, `chosen` each, for `tiles` of `bm` rows)."""
+    count, columns = x.shape[0], _columns(x.shape[1])
+    rows = room(x.device, name, count, columns)
+    pairs = room(x.device, pairs_name, count * chosen, columns, (tiles.num_tiles, bm))
+    _launch(x, x.shape[1], rows, (pairs, tiles.groups), chosen=chosen)
+    return rows, pairs
+
+
+def _columns(size: int) -> int:
+    return triton.cdiv(size, A8_GROUP) * A8_GROUP
+
+
+def _launch(x, size, rows, pairs, *, chosen=0, tall=True, limit=None) -> None:
+    count, columns, bm = x.shape[0], _columns(size), 0
+    if rows is not None:
+        rows = A8Buffers(rows.codes, rows.scales, rows.scales.stride(0))
+    if pairs is not None:
+        made, groups = pairs
+        pairs = PairBuffers(made.codes, made.scales, groups.places, groups.slots)
+        bm = made.scales.shape[2]
+    across = TALL_GROUPS if tall else triton.next_power_of_2(columns // A8_GROUP)
+    num = TALL_ROWS if tall else 1
+    _a8_rows_kernel[(triton.cdiv(count, num) * triton.cdiv(columns // A8_GROUP, across),)](
+        x, x.stride(0), size, rows, pairs, columns, count, limit or 0.0,
+        SWIGLU=limit is not None, CHOSEN=chosen, BM=bm, ROWS=num, GROUPS=across,
+        **dependent_options(x.device, ROW_WARPS if across <= 64 else 8, early=count <= EARLY_ROWS),
+    )  # fmt: skip

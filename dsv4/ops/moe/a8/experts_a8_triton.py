@@ -17,7 +17,12 @@ from dsv4.ops.core.launch import a8_reason, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
-from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, EARLY_ROWS, gather_rows, make_a8_rows
+from dsv4.ops.gemm.a8.fp8_rows_triton import (
+    EARLY_ROWS,
+    make_a8_rows,
+    make_pair_rows,
+    make_token_rows,
+)
 from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.experts_end_triton import combine
@@ -69,18 +74,19 @@ def partial_sums(x, experts, weights, by, *, with_shared=True, bm=None, gather=N
     sums = sums[: num_pairs * w2.rows].view(num_pairs, w2.rows)
     # first: it may quantise its own rows in the same workspace
     extra = _separate_output(x, by) if with_shared else None
-    rows = make_a8_rows(x, "a8_rows")
-    if extra is None and with_shared:
-        extra = _shared_output(rows, by)
+    alone = extra is None and with_shared
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_experts_gluon")
         tile = prompt.choose_tile(num_pairs, w13, w2)
         grouped = group_by_expert(experts, num_experts, tile.rows)
-        rows = gather_rows(rows, grouped.groups, chosen, "a8_pairs")
-        prompt.multiply_experts(rows, w13, z, grouped, tile, weights=weights, limit=by.limit)
-        rows = make_a8_rows(z if gather is None else gather(z), "a8_pairs", copies=COPIES)
+        rows, pairs = make_token_rows(x, "a8_rows", "a8_pairs", grouped, tile.rows, chosen)
+        extra = _shared_output(rows, by) if alone else extra
+        prompt.multiply_experts(pairs, w13, z, grouped, tile, weights=weights, limit=by.limit)
+        rows = make_pair_rows(z if gather is None else gather(z), "a8_pairs", grouped, tile.rows)
         prompt.multiply_experts(rows, w2, sums, grouped, tile)
     else:
+        rows = make_a8_rows(x, "a8_rows")
+        extra = _shared_output(rows, by) if alone else extra
         bm = bm or choose_rows(num_pairs / num_experts, most=128)
         grouped = group_by_expert(experts, num_experts, bm, early=early)
         more = {"tiles": 2 if num_pairs >= WIDE_PAIRS and bm <= 32 else 1}
