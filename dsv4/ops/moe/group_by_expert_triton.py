@@ -117,24 +117,19 @@ def _add_counts(counts, BINS: tl.constexpr):
     for first in tl.range(0, tl.num_programs(0), ROWS):
         row = (first + rows)[:, None]
         live = row < tl.num_programs(0)
-        part = tl.load(counts + row * BINS + column[None, :], mask=live, other=0)
+        part = tl.load(counts + row * BINS + column[None, :], mask=live, other=0).to(tl.int32)
         total += part
         before += tl.where(row < tl.program_id(0), part, 0)
     return tl.sum(total, 0), tl.sum(before, 0)
 
 
 @triton.jit
-def _rank_in_chunk(experts, ids, num_pairs, CHUNK: tl.constexpr):
-    """For each pair, how many earlier pairs of its chunk have the same expert."""
+def _rank_in_chunk(ids, CHUNK: tl.constexpr):
+    """For each pair, how many earlier pairs of its chunk have the same expert: a thread has a pair
+    and meets all others."""
     own = tl.arange(0, CHUNK)
-    few = tl.arange(0, 32)
-    rank = tl.zeros((CHUNK,), tl.int32)
-    for first in tl.range(0, CHUNK, 32):
-        pairs = tl.program_id(0) * CHUNK + first + few
-        others = tl.load(experts + pairs, mask=pairs < num_pairs, other=0).to(tl.int32)
-        same = (others[None, :] == ids[:, None]) & ((first + few)[None, :] < own[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
-    return rank
+    same = (ids[:, None] == ids[None, :]) & (own[:, None] < own[None, :])
+    return tl.sum(same.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
@@ -152,7 +147,7 @@ def _place_kernel(
     tl.store(to.sorted_pairs + pairs, 0, mask=rest)
     tl.store(to.slots + pairs, -1, mask=rest)
     ids = tl.load(experts + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
-    rank = _rank_in_chunk(experts, ids, num_pairs, CHUNK)
+    rank = _rank_in_chunk(ids, CHUNK)
     place = tl.gather(start + before, tl.maximum(ids, 0), 0) + rank
     tl.store(to.sorted_pairs + place, pairs, mask=ids >= 0)
     tl.store(to.places + pairs, tl.where(ids >= 0, place, -1), mask=pairs < num_pairs)
@@ -209,7 +204,7 @@ def group_by_expert(
         )  # fmt: skip
     else:
         chunks = triton.cdiv(num_pairs, CHUNK)
-        counts = workspace(device, "group_counts", chunks * bins, torch.int32)
+        counts = workspace(device, "group_counts", chunks * bins, torch.int16)
         _count_kernel[(chunks,)](
             experts, counts, num_pairs, CHUNK=CHUNK, BINS=bins, **launch_options(4)
         )
