@@ -5,24 +5,27 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import from_e4m3, narrow, widen
+from dsv4.ops.core.helpers_device import narrow, widen
 from dsv4.ops.core.launch import interpreting, launch_options
 from dsv4.ops.kv import entry_device as ed
 from dsv4.ops.kv import rope_triton
 from dsv4.ops.kv.rope_device import rope_tile
 
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
-INDEX_HEADS = 32  # one per thread of a warp
+INDEX_HEADS = 16  # per warp
 FORMATS = {"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}
-REGISTERS = 168  # per such thread: twelve warps per multiprocessor
+REGISTERS = 72  # per thread of such a warp: 28 of them per multiprocessor
 
 
 @triton.jit
-def _places(num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr):
-    head = block * BH + tl.arange(0, BH)
-    channel = tl.arange(0, triton.next_power_of_2(DIM))
-    at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
-    return at, (head < num_heads)[:, None] & (channel < DIM)[None, :]
+def _places(
+    num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr = 1
+):  # fmt: skip
+    """The first of PARTS of each head."""
+    head, channel = tl.arange(0, BH), tl.arange(0, triton.next_power_of_2(DIM // PARTS))
+    first = (row.to(tl.int64) * num_heads + block * BH) * DIM
+    mask = (block * BH + head < num_heads)[:, None] & (channel < DIM)[None, :]
+    return first + (head[:, None] * DIM + channel[None, :]), mask
 
 
 @triton.jit
@@ -71,28 +74,47 @@ def prepare_heads(
 @triton.jit
 def index_heads(
     q, out, positions, frequencies, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, ALONE: tl.constexpr,
+    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4. ALONE: one warp, row per thread."""
+    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4."""
     position = tl.load(positions + row)
     at, mask = _places(num_heads, row, block, BH, DIM)
     PAD: tl.constexpr = triton.next_power_of_2(DIM)
     x = widen(tl.load(q + at, mask=mask, other=0.0), ASM)
     x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
     x = narrow(x, q.dtype.element_ty, ASM)
-    if FORMAT >= 3 and ALONE:
-        x = ed.hadamard_rows(x, BH, DIM, ASM)
-    elif FORMAT >= 3:
-        x = narrow(ed.hadamard_tile(widen(x, ASM), BH, DIM), q.dtype.element_ty, ASM)
-    x = widen(x, ASM)
     if FORMAT == 1:
-        x = x.to(tl.bfloat16).to(tl.float32)
-    if FORMAT == 3:
-        codes, exponent = ed.fp8_groups(x, tl.arange(0, PAD)[None, :] >= 0)
-        x = from_e4m3(codes, tl.float32) * ed.power_of_two(ed.scale_byte(exponent))[:, None]
-    if FORMAT == 4:
-        x = ed.fp4_rounded(x.reshape(BH * DIM // 32, 32)).reshape(BH, DIM)
-    tl.store(out + at, narrow(x, q.dtype.element_ty, ASM), mask=mask)
+        x = x.to(tl.bfloat16)
+    if FORMAT >= 3:
+        GROUP: tl.constexpr = DIM if FORMAT == 3 else 32
+        x = narrow(ed.hadamard_tile(widen(x, ASM), BH, DIM), q.dtype.element_ty, ASM)
+        x = x.reshape(BH * DIM // GROUP, GROUP)
+        amax = tl.max(tl.abs(widen(x, ASM)), axis=1, keep_dims=True)
+        x = ed.rounded(x, amax, FORMAT == 3, ASM).reshape(BH, DIM)
+    tl.store(out + at, x, mask=mask)
+
+
+@triton.jit
+def rotate_heads(
+    q, out, positions, frequencies, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`index_heads` of FORMAT 3 and 4 for one warp: half of the channels at a time up to the last
+    sums; rope turns only the second half."""
+    HALF: tl.constexpr = DIM // 2
+    GROUP: tl.constexpr = DIM if FORMAT == 3 else 32
+    DT: tl.constexpr = q.dtype.element_ty
+    position = tl.load(positions + row)
+    at, mask = _places(num_heads, row, block, BH, DIM, 2)
+    low = tl.load(q + at, mask=mask, other=0.0)
+    high = widen(tl.load(q + at + HALF, mask=mask, other=0.0), ASM)
+    high = rope_tile(high, position, frequencies, 1.0, BH, HALF - ROPE, HALF, HALF)
+    u = ed.hadamard_sums(widen(tl.trans(low), ASM), HALF, BH)
+    v = ed.hadamard_sums(widen(tl.trans(narrow(high, DT, ASM)), ASM), HALF, BH)
+    x = tl.trans(tl.join(u + v, u - v), 2, 0, 1).reshape(DIM // GROUP, GROUP, BH) * ed.unit(DIM)
+    amax = tl.max(tl.abs(x), axis=1, keep_dims=True).to(DT).to(tl.float32)
+    x = ed.rounded(narrow(x, DT, ASM), amax, FORMAT == 3, ASM).reshape(DIM, BH)
+    store_heads(tl.trans(x), out, num_heads, row, block, BH, DIM)
 
 
 @triton.jit
@@ -111,9 +133,11 @@ def _index_kernel(
     q, out, positions, frequencies, num_heads, BH: tl.constexpr, DIM: tl.constexpr,
     ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    index_heads(
+    halves: tl.constexpr = FORMAT >= 3 and max(64, 2 * ROPE) <= DIM
+    heads: tl.constexpr = rotate_heads if halves else index_heads
+    heads(
         q, out, positions, frequencies, num_heads, tl.program_id(0), tl.program_id(1),
-        BH, DIM, ROPE, FORMAT, ASM, True,
+        BH, DIM, ROPE, FORMAT, ASM,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def _queries_kernel(
     else:
         index_heads(
             index_q, index_out, positions, frequencies, num_index_heads, row, block - BLOCKS,
-            BH, INDEX_DIM, ROPE, FORMAT, ASM, False,
+            BH, INDEX_DIM, ROPE, FORMAT, ASM,
         )  # fmt: skip
         head = (block - BLOCKS) * BH + tl.arange(0, BH)
         at = row.to(tl.int64) * num_index_heads + head

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import narrow, to_e4m3, widen
+from dsv4.ops.core.helpers_device import to_e4m3
 from dsv4.ops.kv.rope_device import rope_tile
 
 FP32, BF16, FP8, INDEX_FP8, INDEX_FP4 = 0, 1, 2, 3, 4
@@ -24,7 +24,7 @@ def _rounds(dim):
 
 
 @triton.constexpr_function
-def _unit(dim):
+def unit(dim):
     return 1.0 / math.sqrt(dim)
 
 
@@ -37,18 +37,17 @@ def hadamard_tile(x, R: tl.constexpr, DIM: tl.constexpr):
     for _ in tl.static_range(_rounds(DIM)):
         u, v = tl.split(x.reshape(R, DIM // 2, 2))
         x = tl.trans(tl.join(u + v, u - v), 0, 2, 1).reshape(R, DIM)
-    return x * _unit(DIM)
+    return x * unit(DIM)
 
 
 @triton.jit
-def hadamard_rows(x, R: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
-    """`hadamard_tile` of `[R, DIM]` in its own dtype, with one warp: in the transposed layout each
-    thread holds one row, and data leaves registers only for the two transpositions."""
-    y = widen(tl.trans(x), ASM)
+def hadamard_sums(y, DIM: tl.constexpr, R: tl.constexpr):
+    """`hadamard_tile` of transposed fp32 `[DIM, R]`, without its factor. With one warp each sum is
+    one of a thread's registers: data leaves them once, on the way."""
     for _ in tl.static_range(_rounds(DIM)):
         u, v = tl.split(tl.trans(y.reshape(DIM // 2, 2, R), 0, 2, 1))
         y = tl.trans(tl.join(u + v, u - v), 2, 0, 1).reshape(DIM, R)
-    return tl.trans(narrow(y * _unit(DIM), x.dtype, ASM))
+    return y
 
 
 @triton.jit
@@ -80,17 +79,15 @@ def fp8_groups(x, live):
 
 
 @triton.jit
-def _fp4_scaled(x):
-    """`[groups, channels]` fp32 -> scaled to at most 6, exponents `[groups]`."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 7.052966104933725e-38)  # 6 * 2^-126
-    exponent = ceil_exponent(amax, 0x40C00000)  # 6
-    return x * power_of_two(scale_byte(-exponent))[:, None], exponent
+def _fp4_exponent(amax):
+    return ceil_exponent(tl.maximum(amax, 7.052966104933725e-38), 0x40C00000)  # 6 * 2^-126; 6
 
 
 @triton.jit
 def fp4_groups(x):
     """`[groups, channels]` fp32 -> E2M1 codes (int32), exponents `[groups]`."""
-    y, exponent = _fp4_scaled(x)
+    exponent = _fp4_exponent(tl.max(tl.abs(x), axis=1))
+    y = x * power_of_two(scale_byte(-exponent))[:, None]
     m = tl.abs(y)
     code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32)
     code += (m >= 1.75).to(tl.int32) + (m > 2.5).to(tl.int32) + (m >= 3.5).to(tl.int32)
@@ -100,17 +97,33 @@ def fp4_groups(x):
 
 
 @triton.jit
-def fp4_rounded(x):
-    """`[groups, channels]` fp32 rounded to E2M1 values.
+def rounded(x, amax, FP8: tl.constexpr, ASM: tl.constexpr):
+    """`x` rounded to scaled E4M3 or E2M1; `amax`, fp32, of its groups, broadcasts.
 
-    E2M1 keeps one bit after the leading one, and steps of a half below 2: adding and subtracting a
-    suitable power of two rounds to these."""
-    y, exponent = _fp4_scaled(x)
+    E4M3 keeps three bits after the leading one, and steps of 2^-9 below 2^-6; E2M1 one bit, and
+    steps of a half below 2: adding and subtracting 1.5 times a suitable power of two rounds to
+    these. bf16 has room for that, and instructions for two values."""
+    exponent = ceil_exponent(tl.maximum(amax, 1e-4), 0x43E00000) if FP8 else _fp4_exponent(amax)
+    down, up = power_of_two(scale_byte(-exponent)), power_of_two(scale_byte(exponent))
+    if ASM and x.dtype == tl.bfloat16:
+        LEAST: tl.constexpr = "0x3C803C80" if FP8 else "0x3F803F80"
+        STEPS: tl.constexpr = "0x02400240" if FP8 else "0x03400340"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 signs, minus, least, y, large; mov.b32 signs, 0x80008000;"
+            "mov.b32 minus, 0xBF80BF80; mov.b32 least, " + LEAST + ";"
+            "fma.rn.bf16x2 y, $1, $2, signs; and.b32 large, y, 0x7F807F80;"
+            "max.bf16x2 large, large, least; add.u32 large, large, " + STEPS + ";"
+            "fma.rn.bf16x2 $0, $1, $2, large; fma.rn.bf16x2 $0, large, minus, $0;"
+            "lop3.b32 $0, $0, y, signs, 0xF8; fma.rn.bf16x2 $0, $0, $3, signs; }",
+            "=&r,r,r,r", [x, down.to(tl.bfloat16), up.to(tl.bfloat16)],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    y = x.to(tl.float32) * down
     bits = y.to(tl.int32, bitcast=True)
-    large = tl.maximum(bits & 0x7F800000, 0x3F800000) + 0x0B400000  # 1.5 * 2^22 times its power
-    large = large.to(tl.float32, bitcast=True)
+    large = tl.maximum(bits & 0x7F800000, 0x3C800000 if FP8 else 0x3F800000)
+    large = (large + (0x0A400000 if FP8 else 0x0B400000)).to(tl.float32, bitcast=True)
     value = ((y + large) - large).to(tl.int32, bitcast=True) | (bits & -0x80000000)
-    return value.to(tl.float32, bitcast=True) * power_of_two(scale_byte(exponent))[:, None]
+    return (value.to(tl.float32, bitcast=True) * up).to(x.dtype)
 
 
 class EntryPool(NamedTuple):
