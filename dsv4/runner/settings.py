@@ -102,9 +102,9 @@ def step_bytes(
 ) -> int:
     """Bytes reserved for a step: a share of large GPUs, at least what it needs. `activations`: as
     asked for."""
-    a8 = a8_bytes(config, chunk_tokens) if activations == "a8" else 0
-    scores = _score_bytes(config, chunk_tokens, GPU_CONTEXT)
-    needed = STEP_BYTES + chunk_tokens * row_bytes(config) + a8 + scores
+    needed = STEP_BYTES + chunk_tokens * row_bytes(config)
+    needed += _score_bytes(config, chunk_tokens, GPU_CONTEXT)
+    needed += a8_bytes(config, chunk_tokens) if activations == "a8" else 0
     return max(needed, int(STEP_SHARE * gpu_bytes))
 
 
@@ -117,13 +117,12 @@ def row_bytes(config: ModelConfig) -> int:
 
 
 def a8_bytes(config: ModelConfig, tokens: int) -> int:
-    """Bytes of rows quantised to a8: for attention, for the shared expert, and for each chosen
-    expert, whose scales lie in tiles of 256 rows (fp8_rows_triton.py)."""
-    c = config
-    pairs, wide = tokens * c.num_experts_per_tok, max(c.hidden_size, c.moe_intermediate_size)
+    """Bytes of rows quantised to a8: of attention, of the shared expert, and of each chosen one,
+    whose scales lie in tiles of 256 rows (fp8_rows_triton.py)."""
+    c, wide = config, max(config.hidden_size, config.moe_intermediate_size)
     rows = max(c.hidden_size, c.o_groups * c.o_lora_rank) + c.moe_intermediate_size
-    scales = (pairs + 256 * c.num_experts) * wide + tokens * rows
-    return pairs * wide + tokens * rows + scales * 4 // 128
+    numbers = tokens * (c.num_experts_per_tok * wide + rows)
+    return numbers + (numbers + 256 * c.num_experts * wide) * 4 // 128
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:

@@ -14,7 +14,7 @@ from dsv4.ops.kv.rope_device import rope_tile
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
 INDEX_HEADS = 16  # per warp
 FORMATS = {"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}
-REGISTERS = 72  # per thread of such a warp: 28 of them per multiprocessor
+REGISTERS = 80  # per thread of such a warp: 25 of them per multiprocessor
 
 
 @triton.jit

@@ -18,8 +18,8 @@ from dsv4.util.sizes import size_text
 FAMILIES = {
     "experts": (
         "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
-        "_place_kernel", "_activate_kernel", "_own_kernel", "_gather_rows_kernel", "up_stream",
-        "down_stream", "a8_up_stream", "a8_down_stream",
+        "_place_kernel", "_activate_kernel", "_own_kernel", "up_stream", "down_stream",
+        "a8_up_stream", "a8_down_stream",
     ),
     "router": ("_gate_kernel", "_top_k_kernel"),
     "linear": (
