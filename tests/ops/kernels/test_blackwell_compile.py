@@ -124,4 +124,4 @@ def some_groups() -> Any:
     """Tables of routed pairs; only their types matter here."""
     from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
 
-    return ExpertTiles(ExpertGroups(*(torch.zeros(64, dtype=torch.int32) for _ in range(4))), 16)
+    return ExpertTiles(ExpertGroups(*torch.zeros(6, 64, dtype=torch.int32)), 16)
