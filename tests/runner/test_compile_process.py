@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,11 @@ def test_compiled_elsewhere(tmp_path: Path) -> None:
 def test_a_process_that_dies(tmp_path: Path) -> None:
     """What it left undone is compiled here."""
     assert _run(tmp_path, "dies") == ["_embed_kernel False"]
+
+
+def test_ctrl_c_while_kernels_compile(tmp_path: Path) -> None:
+    """The next launches compile as if nothing had happened."""
+    assert set(_run(tmp_path, "interrupted")) == {"_embed_kernel True"}
 
 
 def test_a_process_whose_parent_was_killed_ends_quietly() -> None:
@@ -47,7 +53,14 @@ def _run(folder: Path, story: str) -> list[str]:
     return sorted(found.stdout.splitlines())
 
 
+def interrupted(*given: object) -> None:
+    """As Triton 3.6 ends if Ctrl-C comes while it waits."""
+    raise KeyboardInterrupt
+
+
 def main(story: str) -> None:
+    import triton
+
     from benchmarks.state_ops import kv_arguments
     from dsv4.ops.core import compile_triton
     from dsv4.ops.core.ragged import make_ragged
@@ -68,6 +81,11 @@ def main(story: str) -> None:
         compile_triton.__name__ = "this.module.is.not.there"
     weight = torch.zeros(256, 512, dtype=torch.bfloat16)
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
+    if story == "interrupted":
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(triton.AsyncCompileMode, "__exit__", interrupted)
+            with compile_triton.compile_only(2):
+                embed_triton.run(torch.zeros(3, dtype=torch.int64), weight, 4, torch.bfloat16)
     with compile_triton.compile_only(2):
         embed_triton.run(torch.zeros(3, dtype=torch.int64), weight, 4, torch.bfloat16)
         if story == "whole":

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_here
 from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
@@ -61,7 +62,7 @@ def _compile_only(workers: int) -> Iterator[None]:
 
     JITFunction.run = warm
     try:
-        with executor, triton.AsyncCompileMode(executor, ignore_errors=True):
+        with triton.AsyncCompileMode(executor, ignore_errors=True), executor:
             yield
         if torch.cuda.is_available():
             for function in launched:
@@ -69,6 +70,7 @@ def _compile_only(workers: int) -> Iterator[None]:
                     kernel._init_handles()
     finally:
         JITFunction.run = run
+        active_mode.set(None)  # Triton 3.6 forgets it if Ctrl-C comes while it waits
         for function, compile in launched.items():
             function.compile = compile
 
@@ -132,7 +134,7 @@ class CompileProcesses(ThreadPoolExecutor):
         process.stdout.readline()
 
     def __exit__(self, *error) -> None:
-        super().__exit__(*error)
+        self.shutdown(cancel_futures=error[0] is not None)
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.stdin.close()
