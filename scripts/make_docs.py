@@ -240,18 +240,14 @@ def compiled_table() -> str:
             f"| sm_{architecture} | {len(kernels)} | {len(own)} | {most['registers']} | "
             f"{most['shared'] >> 10} of {limit >> 10} | {hot} | {len(outside)} |"
         )
-    kept = sum("tree" in row for row in compiled_rows())
     return (
         f"Compiled with Triton {facts['triton']} on {facts['date']}, kernels of commit "
-        f"{facts['tree']} ([record](../{record_path(COMPILED)})). {kept:,} of "
-        f"{len(compiled_rows()):,} configurations were not compiled again: the kernel's text, "
-        "constants and options are those of an earlier commit, which the record names.\n\n"
+        f"{facts['tree']} ([record](../{record_path(COMPILED)})).\n\n"
         "| | kernels | configurations | most registers | most shared memory, KB | reloads in loops "
         "with products | kernels that spill elsewhere |\n|---|---|---|---|---|---|---|\n"
         + "\n".join(rows)
-        + "\n\nThe reloads of sm_90 are those of 64 heads with Triton 3.9; with 3.6, which an "
-        "H200 ran, prompts have none ([state kernels](state-kernels.md)). One is of the `a8` "
-        "kernel for prompts as it was then."
+        + "\n\nThe reloads of sm_90 are those of 64 heads and of index keys with Triton 3.9; with "
+        "3.6, which an H200 ran, attention of prompts has none ([state kernels](state-kernels.md))."
     )
 
 
